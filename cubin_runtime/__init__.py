@@ -1,0 +1,1 @@
+"""Precompiled GPU attention kernels: select, verify, load and launch a cubin in one call."""

@@ -1,0 +1,1 @@
+"""Tables, sources and cubins of the kernels that exist."""

@@ -1,4 +1,4 @@
-"""One row of a kernel table, and the checked loader.
+"""One row of a kernel table, and the name that it goes by.
 
 A row is a kernel's identity (the selection columns), its build recipe (the tile columns become -D
 macros) and, once built, its resource facts. The facts are written by scripts/build_cubins.py from the
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import enum
 import re
-from pathlib import Path
 
 import msgspec
 
-from cubin_runtime.errors import CubinRuntimeError, TableError
+from cubin_runtime.errors import TableError
 from cubin_runtime.request import SAGE_OFF, Architecture, DType, MaskType
 
 

@@ -1,0 +1,315 @@
+"""Which kernel answers a request, and why every other one does not.
+
+A pure function over plain values: no GPU, driver or torch. Its trace (one `Decision` per row, with every
+reason) is what the exception, the API and the command line print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cubin_runtime.errors import InvalidArgumentError, NoKernelError
+from cubin_runtime.request import SAGE_OFF, Architecture, Capability, KernelRequest
+
+if TYPE_CHECKING:
+    from kernel_meta.schema import KernelRow
+
+FAMILIES = {
+    "trtllm-gen": ("fmha_sm90", "fmha_trtllm_gen"),
+    "cute-dsl": ("fmha_cute_dsl",),
+}
+"""Families of kernels behind each backend."""
+
+# Nobody can change the device, and nobody should change the backend unasked: such a row is farther away
+# than one that differs in a flag, though nearer than one that differs in several.
+_DISTANCE = {"arch": 2, "backend": 2}
+
+_FAMILY_OF_SUFFIX = {"a": 2, "f": 1, "": 0}
+
+_NOT_BUILT = "this kernel is in the table but has not been built (scripts/build_cubins.py)"
+
+
+class Mismatch(msgspec.Struct, frozen=True):
+    """One reason why a row does not answer a request; both sides are spelled as names."""
+
+    field: str
+    requested: str
+    available: str
+    message: str
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What selection made of one row: accepted, or every reason why not."""
+
+    row: KernelRow
+    mismatches: tuple[Mismatch, ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the row answers the request."""
+        return not self.mismatches
+
+    @property
+    def distance(self) -> tuple[int, int]:
+        """Sorts rejected rows: the one that needs the least change first."""
+        return sum(_DISTANCE.get(m.field, 1) for m in self.mismatches), len(self.mismatches)
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """The answer to a request.
+
+    row         the chosen row; None when no row fits
+    reason      why that row won, or what ruled out all of them
+    decisions   one for each row: the chosen one, other accepted ones, then the nearest miss first
+    """
+
+    request: KernelRequest
+    row: KernelRow | None
+    reason: str
+    decisions: tuple[Decision, ...]
+
+    def require(self) -> KernelRow:
+        """The chosen row; raises NoKernelError with `format_miss()` when there is none."""
+        if self.row is None:
+            raise NoKernelError(self.format_miss(), self)
+        return self.row
+
+    def explain(self, limit: int = 3) -> str:
+        """The decision as text: the request, the outcome and why, and up to `limit` nearest misses."""
+        if self.row is None:
+            return self.format_miss(limit)
+        lines = [
+            f"request: {describe(self.request)}",
+            f"chosen:  {self.row.name}",
+            f"why:     {self.reason}",
+            *self._other_accepted(),
+            *self._nearest(limit),
+        ]
+        return "\n".join(lines)
+
+    def format_miss(self, limit: int = 3) -> str:
+        """The same text for a request that no row answers: cause first, then rows, then the way out."""
+        lines = [
+            f"no kernel for {describe(self.request)}",
+            f"cause: {self.reason}",
+            *self._nearest(limit),
+            *self._alternatives(),
+        ]
+        return "\n".join(lines)
+
+    def _other_accepted(self) -> list[str]:
+        names = [d.row.name for d in self.decisions[1:] if d.accepted]
+        return [f"also fit: {', '.join(names)}"] if names else []
+
+    def _nearest(self, limit: int) -> list[str]:
+        misses = [d for d in self.decisions if not d.accepted]
+        if not misses or limit < 1:
+            return []
+        noun = "kernel" if self.row is None else "other kernel"
+        lines = [f"nearest of {_count(len(misses), noun)}:"]
+        for decision in misses[:limit]:
+            lines.append(f"  {decision.row.name}")
+            lines += [f"    - {message}" for message in _merged_messages(decision.mismatches)]
+        return lines
+
+    def _alternatives(self) -> list[str]:
+        lines = [
+            f"alternative: backend={backend!r} has a kernel for this call"
+            for backend in _backends_that_fit(self.decisions)
+        ]
+        return [*lines, 'alternative: backend="reference" computes the whole contract in torch, slowly']
+
+
+def select(request: KernelRequest, rows: Iterable[KernelRow] | None = None) -> Selection:
+    """Chooses the row that answers `request` best, and records a decision for every row.
+
+    rows    candidates; default: every table in the package. Among rows that fit, code for exactly this
+            device (sm_103a) beats code for its family (sm_100f), which beats portable code (a higher
+            minor first); then the first in the tables wins.
+
+    Raises InvalidArgumentError for an unknown backend; finding no row is not an error (see `require`).
+    """
+    if request.backend not in FAMILIES:
+        raise InvalidArgumentError(
+            f"backend {request.backend!r} has no kernel tables; "
+            f"expected one of {', '.join(map(repr, FAMILIES))}"
+        )
+    if rows is None:
+        from kernel_meta.tables import all_rows
+
+        rows = all_rows()
+    decisions = [Decision(row, tuple(_mismatches(request, row))) for row in rows]
+    accepted = sorted((d for d in decisions if d.accepted), key=lambda d: _specificity(d.row), reverse=True)
+    rejected = sorted((d for d in decisions if not d.accepted), key=lambda d: d.distance)
+    return Selection(
+        request=request,
+        row=accepted[0].row if accepted else None,
+        reason=_why_chosen(accepted) if accepted else _why_none(request, rejected),
+        decisions=(*accepted, *rejected),
+    )
+
+
+def describe(request: KernelRequest) -> str:
+    """The request in one line of names."""
+    q, k, v, o = request.dtype_q, request.dtype_k, request.dtype_v, request.dtype_o
+    parts = [
+        f"compute capability {request.capability}",
+        f"backend {request.backend}",
+        f"q/k/v {q}" if q == k == v else f"q {q}, k {k}, v {v}",
+        f"out {o}",
+        f"head dims ({request.head_dim_qk}, {request.head_dim_v})",
+        f"{request.mask_type} mask",
+        f"{_count(request.num_heads_q, 'query head')} over {_count(request.num_heads_kv, 'kv head')}",
+    ]
+    flags = ("use_fp16_softmax", "uses_spcompress", "skips_softmax")
+    parts += [flag for flag in flags if getattr(request, flag)]
+    if request.sage_blocks != SAGE_OFF:
+        parts.append(f"Sage blocks {request.sage_blocks}")
+    return ", ".join(parts)
+
+
+def _mismatches(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
+    yield from _backend_mismatch(request, row)
+    yield from _arch_mismatch(request, row)
+    for field, requested, available in _compared(request, row):
+        if requested != available:
+            yield Mismatch(
+                field,
+                _spell(requested),
+                _spell(available),
+                f"{field}: the call asks for {_spell(requested)}, this kernel has {_spell(available)}",
+            )
+    yield from _resource_mismatch(request, row)
+
+
+def _compared(request: KernelRequest, row: KernelRow) -> Iterator[tuple[str, object, object]]:
+    """The fields that must be equal: name, value of the request, value of the row."""
+    for field in ("dtype_q", "dtype_k", "dtype_v", "dtype_o"):
+        yield field, getattr(request, field), getattr(row, field)
+    yield "head_dims", (request.head_dim_qk, request.head_dim_v), (row.head_dim_qk, row.head_dim_v)
+    yield "mask_type", request.mask_type, row.mask_type
+    yield "use_fp16_softmax", request.use_fp16_softmax, row.fp16_softmax
+    yield "uses_spcompress", request.uses_spcompress, row.uses_spcompress
+    yield "skips_softmax", request.skips_softmax, row.skips_softmax
+    yield "sage_blocks", request.sage_blocks, row.sage_blocks
+
+
+def _backend_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
+    if row.family in FAMILIES[request.backend]:
+        return
+    owner = next((backend for backend, families in FAMILIES.items() if row.family in families), "no backend")
+    message = f"backend: the call asks for {request.backend}, this kernel belongs to {owner}"
+    yield Mismatch("backend", request.backend, owner, message)
+
+
+def _arch_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
+    arch = row.architecture
+    if arch.runs_on(request.capability):
+        return
+    message = (
+        f"arch: the device has compute capability {request.capability}, "
+        f"this kernel is {arch}, {_where_it_runs(arch)}"
+    )
+    yield Mismatch("arch", str(request.capability), str(arch), message)
+
+
+def _resource_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
+    if row.resources is None:
+        message = f"resources: {_NOT_BUILT}"
+        yield Mismatch("resources", "a built kernel", "not built", message)
+        return
+    needed = row.resources.shared_memory + row.resources.static_shared_memory
+    limit = request.shared_memory_limit
+    if limit is not None and needed > limit and row.architecture.runs_on(request.capability):
+        message = (
+            f"shared_memory: this kernel needs {needed} bytes per block, "
+            f"the device allows {limit} (compute capability {request.capability})"
+        )
+        yield Mismatch("shared_memory", f"at most {limit}", str(needed), message)
+
+
+def _where_it_runs(arch: Architecture) -> str:
+    if arch.suffix == "a":
+        return f"which runs on {arch.capability} only"
+    if arch.suffix == "f":
+        return f"which runs on the {arch.capability} family only"
+    return f"which runs on {arch.major}.x from {arch.capability} up"
+
+
+def _specificity(row: KernelRow) -> tuple[int, Capability]:
+    arch = row.architecture
+    return _FAMILY_OF_SUFFIX[arch.suffix], arch.capability
+
+
+def _why_chosen(accepted: list[Decision]) -> str:
+    winner, *others = accepted
+    if not others:
+        return "the only kernel that fits"
+    if _specificity(winner.row) == _specificity(others[0].row):
+        return f"the first in the tables of {len(accepted)} kernels that fit"
+    beaten = sorted({d.row.arch for d in others if d.row.arch != winner.row.arch})
+    return f"its target {winner.row.arch} is closer to the device than {', '.join(beaten)}"
+
+
+def _why_none(request: KernelRequest, rejected: list[Decision]) -> str:
+    """What a reader should look at first: the one thing that rules out every kernel, if there is one."""
+    ours = [d for d in rejected if not _differs(d, "backend")]
+    if not ours:
+        return f"the tables have no kernel of backend {request.backend} (families {_families(request)})"
+    runnable = [d for d in ours if not _differs(d, "arch")]
+    if not runnable:
+        archs = ", ".join(sorted({d.row.arch for d in ours}))
+        return f"no kernel runs on compute capability {request.capability}; the tables have {archs}"
+    nearest = runnable[0].mismatches
+    if [m.field for m in nearest] in (["resources"], ["shared_memory"]):
+        return f"{runnable[0].row.name} would fit, but {nearest[0].message}"
+    for field in dict.fromkeys(m.field for d in runnable for m in d.mismatches):
+        blocking = [m for d in runnable for m in d.mismatches if m.field == field]
+        if len(blocking) == len(runnable):
+            available = ", ".join(sorted({m.available for m in blocking}))
+            return (
+                f"{field} {blocking[0].requested}: no kernel for compute capability {request.capability} "
+                f"has it; they have {available}"
+            )
+    return f"each value exists for compute capability {request.capability}, but not this combination"
+
+
+def _differs(decision: Decision, field: str) -> bool:
+    return any(m.field == field for m in decision.mismatches)
+
+
+def _backends_that_fit(decisions: Iterable[Decision]) -> list[str]:
+    """Other backends that have a kernel for exactly this request."""
+    only_backend = (d.mismatches[0] for d in decisions if [m.field for m in d.mismatches] == ["backend"])
+    return sorted({m.available for m in only_backend} & FAMILIES.keys())
+
+
+def _merged_messages(mismatches: tuple[Mismatch, ...]) -> list[str]:
+    """One line per reason; dtypes that differ in the same way share a line."""
+    groups: dict[tuple[str, str] | str, list[Mismatch]] = {}
+    for m in mismatches:
+        key = (m.requested, m.available) if m.field.startswith("dtype_") else m.field
+        groups.setdefault(key, []).append(m)
+    return [
+        group[0].message.replace(group[0].field, ", ".join(m.field for m in group), 1)
+        for group in groups.values()
+    ]
+
+
+def _families(request: KernelRequest) -> str:
+    return ", ".join(FAMILIES[request.backend])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _spell(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value == SAGE_OFF:
+        return "none"
+    return str(value)

@@ -1,0 +1,313 @@
+"""Selection: which rows answer a request, which of them wins, and what the reader of a miss is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cubin_runtime.errors import InvalidArgumentError, NoKernelError
+from cubin_runtime.request import Architecture, Capability, DType, KernelRequest, MaskType
+from cubin_runtime.selection import FAMILIES, Selection, select
+from kernel_meta.schema import KernelRow, Resources
+from kernel_meta.tables import load_table
+from tests.rows import RESOURCES, kernel_requests, kernel_rows, make_request, make_row, row_for
+
+PUBLISHED = load_table(Path(__file__).parent / "data" / "trtllm_gen_rows.yaml")
+
+HOPPER = [
+    make_row(head_dim_qk=qk, head_dim_v=v, mask_type=mask, **{f"dtype_{tensor}": dtype for tensor in "qkvo"})
+    for dtype in (DType.BF16, DType.FP16)
+    for qk, v in ((192, 128), (128, 128), (256, 256))
+    for mask in MaskType
+]
+
+
+def fields(selection: Selection, name: str) -> list[str]:
+    """The fields that ruled out the row called `name`."""
+    (decision,) = [d for d in selection.decisions if d.row.name == name]
+    return [m.field for m in decision.mismatches]
+
+
+def answers(request: KernelRequest, row: KernelRow) -> bool:
+    """The rules once more, as one expression, to judge `select` by."""
+    limit = request.shared_memory_limit
+    return (
+        row.family in FAMILIES[request.backend]
+        and Architecture.parse(row.arch).runs_on(request.capability)
+        and (row.dtype_q, row.dtype_k, row.dtype_v, row.dtype_o)
+        == (request.dtype_q, request.dtype_k, request.dtype_v, request.dtype_o)
+        and (row.head_dim_qk, row.head_dim_v) == (request.head_dim_qk, request.head_dim_v)
+        and row.mask_type == request.mask_type
+        and row.fp16_softmax == request.use_fp16_softmax
+        and row.uses_spcompress == request.uses_spcompress
+        and row.skips_softmax == request.skips_softmax
+        and row.sage_blocks == request.sage_blocks
+        and row.resources is not None
+        and (limit is None or row.resources.shared_memory + row.resources.static_shared_memory <= limit)
+    )
+
+
+@st.composite
+def near_misses(draw: st.DrawFn) -> tuple[KernelRequest, list[KernelRow]]:
+    """A request with rows that fit it or differ in few columns (independent rows would hardly ever fit)."""
+    request = draw(kernel_requests())
+    changes: dict[str, st.SearchStrategy[Any]] = {
+        "arch": st.sampled_from(["sm_80", "sm_90", "sm_90a", "sm_100f", "sm_100a", "sm_103a"]),
+        "dtype_o": st.sampled_from(DType),
+        "mask_type": st.sampled_from(MaskType),
+        "skips_softmax": st.booleans(),
+        "family": st.sampled_from(["fmha_sm90", "fmha_trtllm_gen", "fmha_cute_dsl"]),
+        "resources": st.sampled_from([None, RESOURCES]),
+    }
+    rows = draw(st.lists(st.fixed_dictionaries({}, optional=changes), max_size=8))
+    return request, [row_for(request, **changed) for changed in rows]
+
+
+@given(near_misses())
+def test_accepted_rows_are_exactly_those_that_match(case: tuple[KernelRequest, list[KernelRow]]) -> None:
+    request, rows = case
+    selection = select(request, rows)
+    assert [d.row for d in selection.decisions if d.accepted] == [
+        row for row in (d.row for d in selection.decisions) if answers(request, row)
+    ]
+    assert len(selection.decisions) == len(rows)
+    assert (selection.row is None) == (not any(answers(request, row) for row in rows))
+
+
+@given(kernel_requests(), st.lists(kernel_rows(), max_size=8))
+def test_a_row_for_another_device_never_wins(request_: KernelRequest, rows: list[KernelRow]) -> None:
+    for decision in select(request_, rows).decisions:
+        if not Architecture.parse(decision.row.arch).runs_on(request_.capability):
+            assert not decision.accepted
+
+
+@given(near_misses(), st.randoms(use_true_random=False))
+def test_order_of_rows_changes_no_decision(case: tuple[KernelRequest, list[KernelRow]], random: Any) -> None:
+    request, rows = case
+    shuffled = list(rows)
+    random.shuffle(shuffled)
+    one, other = select(request, rows), select(request, shuffled)
+    assert set(one.decisions) == set(other.decisions)
+    assert (one.row is None) == (other.row is None)
+
+
+@given(near_misses())
+def test_every_reason_names_both_sides(case: tuple[KernelRequest, list[KernelRow]]) -> None:
+    request, rows = case
+    for mismatch in (m for d in select(request, rows).decisions for m in d.mismatches):
+        assert mismatch.message.startswith(f"{mismatch.field}: ")
+        if mismatch.field not in ("resources", "shared_memory"):
+            assert mismatch.requested in mismatch.message
+            assert mismatch.available in mismatch.message
+
+
+@given(near_misses())
+def test_chosen_first_then_accepted_then_nearest(case: tuple[KernelRequest, list[KernelRow]]) -> None:
+    request, rows = case
+    selection = select(request, rows)
+    accepted = [d.accepted for d in selection.decisions]
+    assert accepted == sorted(accepted, reverse=True)
+    assert selection.row is None or selection.decisions[0].row is selection.row
+    distances = [d.distance for d in selection.decisions if not d.accepted]
+    assert distances == sorted(distances)
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "winner"),
+    [
+        ((10, 3), ["sm_100f", "sm_103a"], "sm_103a"),
+        ((10, 0), ["sm_100f", "sm_100a", "sm_103a"], "sm_100a"),
+        ((10, 3), ["sm_100", "sm_100f"], "sm_100f"),
+        ((8, 9), ["sm_80", "sm_86"], "sm_86"),
+        ((8, 9), ["sm_86", "sm_80"], "sm_86"),
+        ((8, 0), ["sm_86", "sm_80"], "sm_80"),
+        ((9, 0), ["sm_90", "sm_90a"], "sm_90a"),
+    ],
+)
+def test_the_closest_target_wins(capability: tuple[int, int], archs: list[str], winner: str) -> None:
+    request = make_request(capability=Capability(*capability))
+    small = Resources(threads=128, registers=64, shared_memory=0, static_shared_memory=0, parameter_bytes=8)
+    selection = select(request, [make_row(arch=arch, resources=small) for arch in archs])
+    assert selection.require().arch == winner
+    assert ("only" in selection.reason) or (f"{winner} is closer to the device than" in selection.reason)
+
+
+def test_between_equals_the_first_in_the_tables_wins() -> None:
+    rows = [make_row(family="fmha_sm90"), make_row(family="fmha_trtllm_gen")]
+    assert select(make_request(), rows).require() is rows[0]
+    assert select(make_request(), rows[::-1]).require() is rows[1]
+    selection = select(make_request(), rows)
+    assert selection.reason == "the first in the tables of 2 kernels that fit"
+    assert f"also fit: {rows[1].name}" in selection.explain()
+
+
+def test_a_hit_is_explained() -> None:
+    text = select(make_request(num_heads_q=128, num_heads_kv=128), HOPPER).explain(limit=1)
+    assert text.splitlines() == [
+        "request: compute capability 9.0, backend trtllm-gen, q/k/v bf16, out bf16, head dims (192, 128), "
+        "causal mask, 128 query heads over 128 kv heads",
+        "chosen:  fmha_sm90_sm90a_bf16_bf16_bf16_bf16_h192x128_causal_t128x128_persistent",
+        "why:     the only kernel that fits",
+        "nearest of 17 other kernels:",
+        "  fmha_sm90_sm90a_bf16_bf16_bf16_bf16_h192x128_dense_t128x128_persistent",
+        "    - mask_type: the call asks for causal, this kernel has dense",
+    ]
+
+
+def test_bf16_in_and_fp8_out_is_explained_in_names() -> None:
+    selection = select(make_request(dtype_o=DType.E4M3), HOPPER)
+    with pytest.raises(NoKernelError) as caught:
+        selection.require()
+    assert str(caught.value).splitlines() == [
+        "no kernel for compute capability 9.0, backend trtllm-gen, q/k/v bf16, out e4m3, "
+        "head dims (192, 128), causal mask, 1 query head over 1 kv head",
+        "cause: dtype_o e4m3: no kernel for compute capability 9.0 has it; they have bf16, fp16",
+        "nearest of 18 kernels:",
+        "  fmha_sm90_sm90a_bf16_bf16_bf16_bf16_h192x128_causal_t128x128_persistent",
+        "    - dtype_o: the call asks for e4m3, this kernel has bf16",
+        "  fmha_sm90_sm90a_bf16_bf16_bf16_bf16_h192x128_dense_t128x128_persistent",
+        "    - dtype_o: the call asks for e4m3, this kernel has bf16",
+        "    - mask_type: the call asks for causal, this kernel has dense",
+        "  fmha_sm90_sm90a_bf16_bf16_bf16_bf16_h192x128_sliding_t128x128_persistent",
+        "    - dtype_o: the call asks for e4m3, this kernel has bf16",
+        "    - mask_type: the call asks for causal, this kernel has sliding",
+        'alternative: backend="reference" computes the whole contract in torch, slowly',
+    ]
+    assert caught.value.selection is selection
+    assert caught.value.exit_code == 3
+    assert selection.explain() == str(caught.value)
+
+
+def test_head_dims_that_no_kernel_has() -> None:
+    text = select(make_request(head_dim_qk=96, head_dim_v=96), HOPPER).explain()
+    assert (
+        "cause: head_dims (96, 96): no kernel for compute capability 9.0 has it; "
+        "they have (128, 128), (192, 128), (256, 256)" in text
+    )
+
+
+def test_a_combination_that_does_not_exist() -> None:
+    text = select(make_request(dtype_q=DType.FP16, dtype_k=DType.FP16), HOPPER).explain()
+    assert "cause: each value exists for compute capability 9.0, but not this combination" in text
+    assert "- dtype_q, dtype_k: the call asks for fp16, this kernel has bf16" in text
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (11, 0), (12, 0), (12, 1), (13, 0)])
+def test_a_device_without_kernels_learns_which_targets_exist(capability: tuple[int, int]) -> None:
+    name = f"{capability[0]}.{capability[1]}"
+    selection = select(make_request(capability=Capability(*capability)), [*HOPPER, *PUBLISHED])
+    assert selection.row is None
+    text = selection.explain()
+    assert selection.reason == (
+        f"no kernel runs on compute capability {name}; the tables have sm_100a, sm_100f, sm_103a, sm_90a"
+    )
+    assert f"cause: {selection.reason}" in text
+    assert "this kernel is sm_90a, which runs on 9.0 only" in text
+    assert 'backend="reference"' in text
+
+
+def test_int8_sage_on_the_wrong_blackwell_names_the_arch_alone() -> None:
+    """The row for another device is nearer than rows of this device that differ in several fields."""
+    request = make_request(
+        capability=Capability(10, 3),
+        **{
+            f"dtype_{t}": d
+            for t, d in zip("qkvo", (DType.INT8, DType.INT8, DType.E4M3, DType.BF16), strict=True)
+        },
+        head_dim_qk=128,
+        head_dim_v=128,
+        mask_type=MaskType.DENSE,
+        sage_blocks=(1, 4, 0, 1),
+    )
+    selection = select(request, PUBLISHED)
+    nearest = selection.decisions[0]
+    assert nearest.row.arch == "sm_100a"
+    assert [m.field for m in nearest.mismatches] == ["arch"]
+    assert "this kernel is sm_100a, which runs on 10.0 only" in selection.explain()
+    assert select(make_request(**{**_columns(request), "capability": Capability(10, 0)}), PUBLISHED).row
+
+
+def _columns(request: KernelRequest) -> dict[str, Any]:
+    return {field: getattr(request, field) for field in request.__struct_fields__}
+
+
+def test_published_rows_are_selected_by_capability() -> None:
+    on_100 = select(make_request(capability=Capability(10, 0)), PUBLISHED).require()
+    on_103 = select(make_request(capability=Capability(10, 3)), PUBLISHED).require()
+    assert (on_100.arch, on_103.arch) == ("sm_100f", "sm_103a")
+    assert on_100.entry_name.startswith("fmhaSm100fKernel_QkvBfloat16OBfloat16HQk192HV128SeparateQkvCausal")
+
+
+def test_shared_memory_rules_a_row_out_with_both_numbers() -> None:
+    row = make_row(
+        resources=Resources(
+            threads=384, registers=168, shared_memory=232_000, static_shared_memory=1000, parameter_bytes=8
+        )
+    )
+    selection = select(make_request(), [row])
+    assert fields(selection, row.name) == ["shared_memory"]
+    assert (
+        "needs 233000 bytes per block, the device allows 232448 (compute capability 9.0)" in selection.reason
+    )
+    assert select(make_request(max_shared_memory=233_000), [row]).require() is row
+
+
+def test_a_row_that_was_not_built_says_so() -> None:
+    row = make_row(resources=None)
+    selection = select(make_request(), [row])
+    assert fields(selection, row.name) == ["resources"]
+    assert f"{row.name} would fit, but resources: this kernel is in the table but has not been built" in (
+        selection.reason
+    )
+
+
+def test_backend_is_never_changed_silently() -> None:
+    row = make_row()
+    selection = select(make_request(backend="cute-dsl"), [row])
+    assert fields(selection, row.name) == ["backend"]
+    text = selection.explain()
+    assert "cause: the tables have no kernel of backend cute-dsl" in text
+    assert "alternative: backend='trtllm-gen' has a kernel for this call" in text
+
+
+def test_no_alternative_backend_is_named_when_it_would_not_fit_either() -> None:
+    text = select(make_request(backend="cute-dsl", head_dim_qk=96), [make_row()]).explain()
+    assert "alternative: backend='trtllm-gen'" not in text
+
+
+@pytest.mark.parametrize("backend", ["reference", "cutlass", ""])
+def test_unknown_backend(backend: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"expected one of 'trtllm-gen', 'cute-dsl'"):
+        select(make_request(backend=backend), [])
+
+
+def test_no_rows_at_all() -> None:
+    selection = select(make_request(), [])
+    assert selection.row is None
+    assert selection.explain().splitlines()[1] == (
+        "cause: the tables have no kernel of backend trtllm-gen (families fmha_sm90, fmha_trtllm_gen)"
+    )
+
+
+def test_flags_are_spelled() -> None:
+    request = make_request(use_fp16_softmax=True, sage_blocks=(1, 16, 0, 1))
+    text = select(request, [make_row()]).explain()
+    assert "use_fp16_softmax, Sage blocks (1, 16, 0, 1)" in text.splitlines()[0]
+    assert "- use_fp16_softmax: the call asks for on, this kernel has off" in text
+    assert "- sage_blocks: the call asks for (1, 16, 0, 1), this kernel has none" in text
+
+
+def test_selection_needs_neither_torch_nor_a_driver() -> None:
+    code = (
+        "import sys; from cubin_runtime.request import *; from cubin_runtime.selection import select;"
+        "select(KernelRequest(capability=Capability(9, 0))).explain();"
+        "sys.exit(bool({'torch', 'cuda', 'requests', 'rich'} & sys.modules.keys()))"
+    )
+    root = Path(__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -1,0 +1,205 @@
+"""The cubin manifest: which bytes each kernel name stands for.
+
+It ships in the package and is the root of trust: whatever delivers a cubin is checked against it.
+
+    format: 1
+    sets:
+      fmha_sm90:
+        version: "0.1.0"
+        files:
+          fmha_sm90_sm90a_bf16: {sha256: 9f86d0..., size: 81920}
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from cubin_runtime.errors import ArtifactNotFoundError, ManifestError
+
+if TYPE_CHECKING:
+    import yaml
+
+FORMAT = "1"
+FILE_NAME = "cubins_manifest.yaml"
+MAX_SIZE = 256 * 2**20  # bytes; real cubins are below a few MiB, so more is a mistake or an attack
+
+_MAX_DEPTH = 5  # document, sets, one set, files, one file
+
+# Names become parts of paths. \Z because $ would let a final newline through.
+_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}\Z")]
+_Version = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+!-]{0,63}\Z")]
+_Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_Size = Annotated[int, msgspec.Meta(gt=0, le=MAX_SIZE)]
+
+
+class Artifact(msgspec.Struct, frozen=True, kw_only=True):
+    """One cubin: `size` bytes that hash to `sha256`, from `version` of the set (family) `set_name`."""
+
+    name: _Name
+    set_name: _Name
+    version: _Version
+    sha256: _Sha256
+    size: _Size
+
+    @property
+    def key(self) -> str:
+        """Relative path of the file in every store and mirror."""
+        return f"{self.sha256[:2]}/{self.sha256}"
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """All cubins of a release by name. `source` says in messages where they were read from."""
+
+    artifacts: Mapping[str, Artifact]
+    source: str = "the manifest"
+
+    @classmethod
+    def from_yaml(cls, text: str | bytes, source: str = "the manifest") -> Manifest:
+        """Reads and checks a manifest; any content that is not one raises ManifestError."""
+        artifacts: dict[str, Artifact] = {}
+        try:
+            for artifact in _read_artifacts(_parse(text)):
+                if artifact.name in artifacts:
+                    raise ManifestError(
+                        f"{artifact.name} is in two sets, {artifacts[artifact.name].set_name} and "
+                        f"{artifact.set_name}; expected each name once"
+                    )
+                artifacts[artifact.name] = artifact
+        except ManifestError as error:
+            raise ManifestError(f"{source}: {error}") from None
+        return cls(artifacts=artifacts, source=source)
+
+    def find(self, name: str) -> Artifact:
+        """The cubin called `name`; raises ArtifactNotFoundError if the manifest does not list it."""
+        try:
+            return self.artifacts[name]
+        except KeyError:
+            raise ArtifactNotFoundError(
+                f"{self.source} lists no cubin {name!r} among its {len(self.artifacts)}. The kernel tables "
+                "and the manifest come from different builds: reinstall cubin-runtime, or in a checkout "
+                "run scripts/build_cubins.py"
+            ) from None
+
+    def to_yaml(self) -> str:
+        """The manifest as text, sorted: the same content always gives the same bytes.
+
+        Raises ManifestError for content that `from_yaml` would refuse.
+        """
+        lines = [f"format: {FORMAT}", "sets:" if self.artifacts else "sets: {}"]
+        ordered = sorted(self.artifacts.values(), key=lambda a: (a.set_name, a.version, a.name))
+        for (set_name, version), members in itertools.groupby(ordered, lambda a: (a.set_name, a.version)):
+            lines += [f"  {set_name}:", f'    version: "{version}"', "    files:"]
+            lines += [f"      {a.name}: {{sha256: {a.sha256}, size: {a.size}}}" for a in members]
+        text = "\n".join(lines) + "\n"
+        # Reading it back refuses bad values, and two versions of one set as a repeated key.
+        if Manifest.from_yaml(text, source="the manifest to be written").artifacts != self.artifacts:
+            raise ManifestError("the manifest to be written holds names that YAML reads as something else")
+        return text
+
+
+@functools.cache
+def default_manifest() -> Manifest:
+    """The manifest of the installed package or the checkout, read once per process."""
+    return load_manifest()
+
+
+def load_manifest(path: str | Path | None = None) -> Manifest:
+    """The manifest at `path` (default: the package's own); raises ManifestError if it cannot be used."""
+    path = _default_path() if path is None else Path(path)
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ManifestError(f"cannot read the manifest {path}: {error}") from error
+    return Manifest.from_yaml(content, source=str(path))
+
+
+def _default_path() -> Path:
+    """A wheel carries the manifest inside kernel_meta; in a checkout it lies next to the packages."""
+    root = Path(__file__).resolve().parent.parent
+    packaged = root / "kernel_meta" / FILE_NAME
+    return packaged if packaged.exists() else root / FILE_NAME
+
+
+def _read_artifacts(document: Any) -> Iterator[Artifact]:
+    found = document.get("format") if isinstance(document, dict) else None
+    if found not in (None, FORMAT):
+        raise ManifestError(f"format is {found!r}, and this release reads {FORMAT}; upgrade cubin-runtime")
+    _, sets = _fields(document, "the document", "format", "sets")
+    for set_name, content in _mapping(sets, "sets").items():
+        version, files = _fields(content, f"sets.{set_name}", "version", "files")
+        for name, file in _mapping(files, f"sets.{set_name}.files").items():
+            where = f"sets.{set_name}.files.{name}"
+            sha256, size = _fields(file, where, "sha256", "size")
+            values = {"name": name, "set_name": set_name, "version": version, "sha256": sha256, "size": size}
+            try:
+                yield msgspec.convert(values, Artifact, strict=False)
+            except msgspec.ValidationError as error:
+                raise ManifestError(f"{where}: {error}; given: {_short(values)}") from None
+
+
+def _fields(value: Any, where: str, *names: str) -> list[Any]:
+    """The values of a mapping that has exactly these names."""
+    if set(_mapping(value, where)) != set(names):
+        raise ManifestError(f"{where} has {_short(list(value))}; expected {' and '.join(names)}")
+    return [value[name] for name in names]
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ManifestError(f"{where} is {_short(value)}; expected a mapping")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 400 else text[:400] + "..."
+
+
+def _parse(text: str | bytes) -> Any:
+    """The one document in `text` as dicts of strings.
+
+    Works on YAML's events, which is faster than yaml.load and leaves out what a manifest has no use
+    for: aliases, tags, nesting without end, repeated keys, and digests that look like numbers.
+    """
+    import yaml
+
+    try:
+        events = yaml.parse(text, Loader=yaml.CLoader if yaml.__with_libyaml__ else yaml.Loader)
+        next(events)  # the start of the stream
+        if isinstance(next(events), yaml.StreamEndEvent):
+            raise ManifestError("the file is empty")
+        document = _value(next(events), events, depth=1)
+        next(events)  # the end of the document
+        if not isinstance(next(events), yaml.StreamEndEvent):
+            raise ManifestError("the file holds more than one YAML document")
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise ManifestError(f"not YAML: {error}") from None
+    return document
+
+
+def _value(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> Any:
+    import yaml
+
+    if getattr(event, "anchor", None) or getattr(event, "tag", None):
+        raise ManifestError(f"line {_line(event)} has an anchor, alias or tag; a manifest needs none")
+    if isinstance(event, yaml.ScalarEvent):
+        return event.value
+    if not isinstance(event, yaml.MappingStartEvent) or depth > _MAX_DEPTH:
+        raise ManifestError(f"line {_line(event)} starts a list or too deep a mapping; expected a value")
+    mapping: dict[str, Any] = {}
+    while not isinstance(key := next(events), yaml.MappingEndEvent):
+        name = _value(key, events, depth=_MAX_DEPTH + 1)
+        if name in mapping:
+            raise ManifestError(f"line {_line(key)} repeats the key {_short(name)}")
+        mapping[name] = _value(next(events), events, depth + 1)
+    return mapping
+
+
+def _line(event: yaml.Event) -> int:
+    return event.start_mark.line + 1 if event.start_mark else 0

@@ -13,7 +13,6 @@ A variable that is empty counts as unset.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -37,10 +36,15 @@ _FALSE = ("0", "false", "no", "off")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    """Logs a warning, unless this process has already logged the same text."""
-    logger.warning(message)
+_warned: set[object] = set()
+
+
+def warn_once(message: str, about: object = None) -> None:
+    """Logs a warning, once per process for each `about` (default: the text itself)."""
+    subject = about or message
+    if subject not in _warned:
+        _warned.add(subject)
+        logger.warning(message)
 
 
 class Settings:

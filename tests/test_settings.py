@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cubin_runtime.errors import SettingError
-from cubin_runtime.settings import Settings, warn_once
+from cubin_runtime.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 
@@ -91,7 +91,6 @@ def test_no_home_folder_is_an_error_that_says_what_to_set(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("level", ["verbose", "10", "getLogger"])
 def test_bad_log_level_is_one_warning(level: str, caplog: pytest.LogCaptureFixture) -> None:
-    warn_once.cache_clear()
     settings = make(LOG_LEVEL=level)
     assert [settings.log_level, settings.log_level] == [logging.WARNING] * 2
     assert len(caplog.records) == 1

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cubin_runtime.errors import IntegrityError, StoreWriteError
+from cubin_runtime.manifest import Artifact
+from cubin_runtime.settings import Settings
+from cubin_runtime.store import Attempt, CacheStore, FolderStore, Located, locate, lookup_order, verify
+
+DATA = b"\x7fELF" + bytes(range(256)) * 40
+ARTIFACT = Artifact(
+    name="k", set_name="fmha_sm90", version="1.0", sha256=hashlib.sha256(DATA).hexdigest(), size=len(DATA)
+)
+WRONG = {
+    "shorter": DATA[:-1],
+    "longer": DATA + b"x",
+    "changed": DATA[:-1] + b"x",
+    "empty": b"",
+}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
+def put(folder: Path, data: bytes = DATA) -> Path:
+    path = folder / ARTIFACT.key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_verify_takes_nothing_but_the_right_bytes(wrong: bytes) -> None:
+    verify(ARTIFACT, DATA, "here")
+    with pytest.raises(IntegrityError, match=r"^here is not k: .*expected"):
+        verify(ARTIFACT, wrong, "here")
+
+
+def test_folder_has_the_file_or_not(tmp_path: Path) -> None:
+    store = FolderStore("folder", tmp_path / "stored")
+    assert store.read(ARTIFACT) is None
+    put(tmp_path / "stored")
+    assert store.read(ARTIFACT) == DATA
+    assert store.location == str(tmp_path / "stored")
+
+
+def test_a_file_in_place_of_a_folder_is_an_empty_store(tmp_path: Path) -> None:
+    (tmp_path / "stored").write_bytes(b"")
+    assert FolderStore("folder", tmp_path / "stored").read(ARTIFACT) is None
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_folder_is_verified_on_every_read(tmp_path: Path, wrong: bytes) -> None:
+    store = FolderStore("folder", tmp_path)
+    path = put(tmp_path)
+    assert store.read(ARTIFACT) == DATA
+    path.write_bytes(wrong)
+    with pytest.raises(IntegrityError, match=re.escape(str(path))):
+        store.read(ARTIFACT)
+
+
+def test_a_huge_file_is_not_read_whole(tmp_path: Path) -> None:
+    path = put(tmp_path)
+    os.truncate(path, 2**40)  # sparse; reading it whole would not fit into memory
+    with pytest.raises(IntegrityError, match=f"more than {len(DATA)} bytes"):
+        FolderStore("folder", tmp_path).read(ARTIFACT)
+
+
+def test_write_then_read(tmp_path: Path) -> None:
+    cache = CacheStore(tmp_path / "deep" / "cache")
+    path = cache.write(ARTIFACT, DATA)
+    assert path == tmp_path / "deep" / "cache" / ARTIFACT.sha256[:2] / ARTIFACT.sha256
+    assert cache.read(ARTIFACT) == DATA
+    assert files(tmp_path) == [f"deep/cache/{ARTIFACT.key}"]
+
+
+def test_write_replaces_a_wrong_file_and_follows_the_umask(tmp_path: Path) -> None:
+    put(tmp_path, b"rotten")
+    before = os.umask(0o027)
+    try:
+        path = CacheStore(tmp_path).write(ARTIFACT, DATA)
+    finally:
+        os.umask(before)
+    assert path.read_bytes() == DATA
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_wrong_bytes_are_never_written(tmp_path: Path, wrong: bytes) -> None:
+    with pytest.raises(IntegrityError):
+        CacheStore(tmp_path / "cache").write(ARTIFACT, wrong)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_final_name_appears_after_the_bytes_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    def fsync(descriptor: int) -> None:
+        assert os.fstat(descriptor).st_size == len(DATA)
+        seen.append(files(tmp_path))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    CacheStore(tmp_path).write(ARTIFACT, DATA)
+    CacheStore(tmp_path).write(ARTIFACT, DATA)
+    first, second = seen
+    assert len(first) == 1
+    assert re.fullmatch(rf"{ARTIFACT.sha256[:2]}/\.{ARTIFACT.sha256}\.\w+\.tmp", first[0])
+    assert first[0] not in second, "the name of a temporary file must not repeat"
+
+
+def failing(error: BaseException) -> Callable[[int], None]:
+    def fsync(descriptor: int) -> None:
+        raise error
+
+    return fsync
+
+
+def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CacheStore(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OSError, match="No space left") as caught:
+            cache.write(ARTIFACT, DATA)
+    message = str(caught.value)
+    assert isinstance(caught.value, StoreWriteError)
+    assert re.search(rf"{len(DATA)} bytes needed, \d+ free", message)
+    assert str(tmp_path) in message
+    assert "CUBIN_RUNTIME_CACHE_DIR" in message
+    assert files(tmp_path) == []
+    assert cache.write(ARTIFACT, DATA).read_bytes() == DATA
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", failing(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        CacheStore(tmp_path).write(ARTIFACT, DATA)
+    assert files(tmp_path) == []
+
+
+def test_a_failed_write_keeps_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CacheStore(tmp_path)
+    cache.write(ARTIFACT, DATA)
+    monkeypatch.setattr(os, "fsync", failing(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(StoreWriteError):
+        cache.write(ARTIFACT, DATA)
+    assert cache.read(ARTIFACT) == DATA
+    assert files(tmp_path) == [ARTIFACT.key]
+
+
+def test_a_cache_that_cannot_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreWriteError, match=r"file/cache.*Not a directory.*[1-9]\d* free"):
+        CacheStore(tmp_path / "file" / "cache").write(ARTIFACT, DATA)
+
+
+def test_order_of_the_local_stores() -> None:
+    settings = Settings({"CUBIN_RUNTIME_ARTIFACT_DIR": "/e1:/e2", "CUBIN_RUNTIME_CACHE_DIR": "/c"})
+    stores = [(store.name, store.location) for store in lookup_order(settings, ARTIFACT, "/f")]
+    embedded = str(Path(__file__).parent.parent / "kernel_meta" / "fmha_sm90" / "cubins")
+    assert stores == [
+        ("folder", "/f"),
+        ("environment", "/e1"),
+        ("environment", "/e2"),
+        ("embedded", embedded),
+        ("cache", "/c"),
+    ]
+    assert [store.name for store in lookup_order(Settings({}), ARTIFACT)] == ["embedded", "cache"]
+
+
+@pytest.mark.parametrize("holder", range(3))
+def test_lookup_falls_through_to_the_store_that_has_it(tmp_path: Path, holder: int) -> None:
+    stores = [FolderStore(name, tmp_path / name) for name in ("folder", "environment", "cache")]
+    put(stores[holder].folder)
+    attempts: list[Attempt] = []
+    found = locate(ARTIFACT, stores, attempts)
+    assert found == Located(DATA, stores[holder].name, str(stores[holder].path(ARTIFACT)), tuple(attempts))
+    assert [attempt.store for attempt in attempts] == [store.name for store in stores[:holder]]
+    assert all("no file" in attempt.answer and not attempt.corrupt for attempt in attempts)
+
+
+def test_first_store_wins_and_later_ones_are_not_asked(tmp_path: Path) -> None:
+    put(tmp_path / "a")
+    put(tmp_path / "b", b"rotten")
+    attempts: list[Attempt] = []
+    found = locate(ARTIFACT, (FolderStore(name, tmp_path / name) for name in "ab"), attempts)
+    assert found is not None
+    assert (found.store, attempts) == ("a", [])
+
+
+def test_a_wrong_file_is_passed_over_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = put(tmp_path / "a", b"rotten")
+    right = put(tmp_path / "b")
+    stores = [FolderStore(name, tmp_path / name) for name in "ab"]
+    for _ in range(2):
+        found = locate(ARTIFACT, stores, [])
+        assert found is not None
+        assert (found.store, found.path) == ("b", str(right))
+        assert [attempt.corrupt for attempt in found.attempts] == [True]
+    assert len(caplog.records) == 1
+    assert str(wrong) in caplog.text
+    assert "remove or replace" in caplog.text
+
+
+def test_an_unreadable_store_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a" / ARTIFACT.key).mkdir(parents=True)  # opening a folder fails, also for root
+    put(tmp_path / "b")
+    found = locate(ARTIFACT, [FolderStore(name, tmp_path / name) for name in "ab"], [])
+    assert found is not None
+    assert found.store == "b"
+    assert "Is a directory" in found.attempts[0].answer
+    assert not found.attempts[0].corrupt
+
+
+def test_nothing_found_is_none_with_all_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path / "a", b"rotten")
+    attempts: list[Attempt] = []
+    assert locate(ARTIFACT, [FolderStore(name, tmp_path / name) for name in "ab"], attempts) is None
+    assert [(attempt.store, attempt.corrupt) for attempt in attempts] == [("a", True), ("b", False)]
+    assert not caplog.records
+
+
+def test_reading_a_warm_cache_writes_nothing(tmp_path: Path) -> None:
+    cache = CacheStore(tmp_path)
+    cache.write(ARTIFACT, DATA)
+    before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
+    assert cache.read(ARTIFACT) == DATA
+    assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]} == before

@@ -1,0 +1,102 @@
+// From a warpgroup's accumulators to rows of out and lse.
+#pragma once
+#include "common/ptx/matrix.cuh"
+#include "params.h"
+#include "softmax.cuh"
+#include "storage.cuh"
+
+namespace fmha {
+
+using Output = float[kHeadDimV / 2];
+
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (kDType == DType::bf16) return ptx::pack_bf16x2(low, high);
+  return ptx::pack_fp16x2(low, high);
+}
+
+struct RowResult {
+  float factor;  // what the accumulated row has to be multiplied by
+  float lse;     // base 2
+};
+
+// `l` is the row's whole sum. A row that saw no key has l = 0: out 0, lse -inf, sink or not. The sink, a logit
+// without a value row, may exceed every other one by any amount, so it takes part in the maximum.
+__device__ __forceinline__ RowResult finish_row(float m, float l, float scale, const float* sink) {
+  if (l == 0.f) return {0.f, -kInfinity};
+  float top = scale * m, weight = 1.f, sum = l;
+  if (sink != nullptr) {
+    const float sink_log2 = *sink * kLog2E;
+    const float reference = top;
+    top = fmaxf(reference, sink_log2);
+    weight = ptx::exp2_approx(reference - top);
+    sum = l * weight + ptx::exp2_approx(sink_log2 - top);
+  }
+  return {weight / sum, top + ptx::log2_approx(sum)};
+}
+
+// Thread c of a quad passes word c of four rows of four; afterwards it holds row c. Turns a thread's 4-byte pieces of
+// four column groups into 16 contiguous bytes of one.
+__device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
+  const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
+  const uint32_t a = __shfl_xor_sync(~0u, upper ? w[0] : w[2], 2);
+  const uint32_t b = __shfl_xor_sync(~0u, upper ? w[1] : w[3], 2);
+  (upper ? w[0] : w[2]) = a;
+  (upper ? w[1] : w[3]) = b;
+  const uint32_t c = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1);
+  const uint32_t d = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
+  (odd ? w[0] : w[1]) = c;
+  (odd ? w[2] : w[3]) = d;
+}
+
+// Rows of one warp, each written only if it belongs to the sequence.
+__device__ __forceinline__ void store_rows(const Params& params, const PendingTile& tile, int row, const Output& o,
+                                           const float (&factor)[kRowsPerThread]) {
+  const int64_t head_offset = tile.head * params.out_stride_head;
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const bool valid = row + 8 * r < tile.q_len;
+    uint16_t* out = static_cast<uint16_t*>(params.out) + (tile.q_start + row + 8 * r) * params.out_stride_token +
+                    head_offset + 8 * (threadIdx.x & 3);
+#pragma unroll
+    for (int group = 0; group < kHeadDimV / 32; ++group) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = 4 * (4 * group + j) + 2 * r;
+        words[j] = pack(o[i] * factor[r], o[i + 1] * factor[r]);
+      }
+      quad_transpose(words);
+      if (valid) *reinterpret_cast<uint4*>(out + 32 * group) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+// The warp's 16 rows into its consumer's Q buffer, in the layout that out_map's box expects.
+__device__ __forceinline__ void stage_rows(uint16_t (*buffer)[kWarpgroupRows][kChunk], const Output& o,
+                                           const float (&factor)[kRowsPerThread]) {
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+  const int row = warp * 16 + (lane & 15);
+  const uint32_t row_address = ptx::shared_address(buffer) + row * kRowBytes;
+#pragma unroll
+  for (int j = 0; j < kHeadDimV / 8; j += 2) {
+    const int unit = j + (lane >> 4);  // of 8 columns: one matrix of the four that a warp stores together
+    const uint32_t swizzled = ((unit & 7) ^ (row & 7)) << 4;
+    ptx::stmatrix_x4(row_address + (unit >> 3) * (kWarpgroupRows * kRowBytes) + swizzled,
+                     pack(o[4 * j] * factor[0], o[4 * j + 1] * factor[0]),
+                     pack(o[4 * j + 2] * factor[1], o[4 * j + 3] * factor[1]),
+                     pack(o[4 * j + 4] * factor[0], o[4 * j + 5] * factor[0]),
+                     pack(o[4 * j + 6] * factor[1], o[4 * j + 7] * factor[1]));
+  }
+}
+
+__device__ __forceinline__ void store_lse(const Params& params, const PendingTile& tile, int row,
+                                          const float (&lse)[kRowsPerThread]) {
+  if (params.lse == nullptr || (threadIdx.x & 3) != 0) return;
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    if (row + 8 * r >= tile.q_len) continue;
+    params.lse[(tile.q_start + row + 8 * r) * params.lse_stride_token + tile.head * params.lse_stride_head] = lse[r];
+  }
+}
+
+}  // namespace fmha

@@ -1,0 +1,33 @@
+// Ragged attention prefill for compute capability 9.0a: out = softmax(bmm1_scale Q K^T + mask) V, 16-bit types.
+//
+// One persistent block per multiprocessor, three warpgroups: a producer that feeds shared memory with the tensor
+// copy engine, and two consumers of 64 query rows each. Read consumer.cuh for the main loop, scheduler.cuh for the
+// order of work, softmax.cuh for the numerics.
+#include "config.h"
+#include "consumer.cuh"
+#include "params.h"
+#include "producer.cuh"
+#include "storage.cuh"
+
+// Read from the cubin by the build, which writes it into the kernel's table row.
+extern "C" __device__ const unsigned int fmha_dynamic_shared_memory = sizeof(fmha::Storage);
+
+extern "C" __global__ void __launch_bounds__(fmha::kThreads, 1)
+    KERNEL_NAME(const __grid_constant__ fmha::Params params) {
+  using namespace fmha;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+
+  if (threadIdx.x == 0) init_barriers(storage());
+  __syncthreads();
+  ptx::grid_dependency_wait();  // everything above ran under the previous kernel's end
+
+  if (warpgroup == kConsumers) {
+    ptx::registers_shrink_to<kProducerRegisters>();
+    run_producer(params);
+  } else {
+    ptx::registers_grow_to<kConsumerRegisters>();
+    const float bmm1_scale = params.bmm1_scale_pointer ? *params.bmm1_scale_pointer : params.bmm1_scale;
+    const float bmm2_scale = params.bmm2_scale_pointer ? *params.bmm2_scale_pointer : params.bmm2_scale;
+    Consumer(params, warpgroup, bmm1_scale, bmm2_scale).run();
+  }
+}

@@ -1,0 +1,125 @@
+// The producer warpgroup: one warp loads K and V, one schedules and loads Q, one per consumer stores its output.
+#pragma once
+#include "common/ptx/grid.cuh"
+#include "common/ptx/tma.cuh"
+#include "params.h"
+#include "scheduler.cuh"
+#include "storage.cuh"
+
+namespace fmha {
+
+// The next tile is drawn when this many K loads of the current one are left to issue.
+constexpr int kDrawAheadBlocks = 2;
+
+// One thread. Loads each tile's blocks from the last to the first, K one block ahead of V, as they are consumed.
+__device__ __forceinline__ void load_keys_and_values(const Params& params) {
+  Storage& s = storage();
+  const uint64_t policy = ptx::l2_policy_evict_last();
+  Ring<kStagesK> k_ring;
+  Ring<kStagesV> v_ring;
+  Ring<kTileSlots> slot;
+
+  ptx::prefetch_tensor_map(params.key_map);
+  ptx::prefetch_tensor_map(params.value_map);
+  for (;; slot.advance()) {
+    ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
+    const Tile tile = s.tiles[slot.stage];
+    ptx::mbarrier_arrive(s.tile_empty[slot.stage]);
+    if (!tile.valid) return;
+
+    const BlockRange blocks = block_range(tile, tile.q_block * kTileQ, kTileQ, params.window_left);
+    const int kv_head = tile.head / params.heads_per_kv_head;
+    auto load_k = [&](int block) {
+      ptx::mbarrier_wait(s.k_empty[k_ring.stage], k_ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect(s.k_full[k_ring.stage], kKBytes);
+      ptx::tma_load_4d(s.k[k_ring.stage], params.key_map, s.k_full[k_ring.stage], policy, 0,
+                       tile.kv_start + block * kTileKV, kv_head, 0);
+      k_ring.advance();
+    };
+    auto load_v = [&](int block) {
+      ptx::mbarrier_wait(s.v_empty[v_ring.stage], v_ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect(s.v_full[v_ring.stage], kVBytes);
+      ptx::tma_load_4d(s.v[v_ring.stage], params.value_map, s.v_full[v_ring.stage], policy, 0,
+                       tile.kv_start + block * kTileKV, kv_head, 0);
+      v_ring.advance();
+    };
+
+    const int count = blocks.end - blocks.begin;
+    if (count <= kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
+    if (count == 0) continue;
+    load_k(blocks.end - 1);
+    for (int block = blocks.end - 2; block >= blocks.begin; --block) {
+      if (block - blocks.begin + 1 == kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
+      load_k(block);
+      load_v(block + 1);
+    }
+    load_v(blocks.begin);
+  }
+}
+
+// One warp.
+__device__ __forceinline__ void schedule_and_load_queries(const Params& params) {
+  Storage& s = storage();
+  const bool leader = (threadIdx.x & 31) == 0;
+  const uint64_t policy = ptx::l2_policy_evict_first();
+  uint32_t q_empty_parity[kConsumers] = {1, 1};
+  Ring<kTileSlots> slot;
+  uint32_t near_end_parity = 0;
+  TileScheduler scheduler(params);
+
+  if (leader) ptx::prefetch_tensor_map(params.query_map);
+  for (;; slot.advance(), near_end_parity ^= 1) {
+    const Tile tile = scheduler.current();
+    if (leader) {
+      ptx::mbarrier_wait(s.tile_empty[slot.stage], slot.parity ^ 1);
+      s.tiles[slot.stage] = tile;
+      ptx::mbarrier_arrive(s.tile_full[slot.stage]);
+    }
+    if (!tile.valid) break;
+    if (leader) {
+#pragma unroll
+      for (int w = 0; w < kConsumers; ++w) {
+        const int row = tile.q_block * kTileQ + w * kWarpgroupRows;
+        if (block_range(tile, row, kWarpgroupRows, params.window_left).end == 0) continue;
+        ptx::mbarrier_wait(s.q_empty[w], q_empty_parity[w]);
+        q_empty_parity[w] ^= 1;
+        ptx::mbarrier_arrive_expect(s.q_full[w], kQBytes);
+        ptx::tma_load_4d(s.q[w], params.query_map, s.q_full[w], policy, 0, tile.q_start + row, tile.head, 0);
+      }
+      ptx::mbarrier_wait(s.near_end, near_end_parity);
+    }
+    scheduler.advance();
+  }
+  scheduler.finish();
+  ptx::grid_launch_dependents();
+}
+
+// One thread per consumer: sends the tiles that the consumer staged in its Q buffer, then hands the buffer on to
+// the next Q in place of the consumer's four warps.
+__device__ __forceinline__ void store_outputs(const Params& params, int consumer) {
+  Storage& s = storage();
+  for (uint32_t parity = 0;; parity ^= 1) {
+    ptx::mbarrier_wait(s.store_full[consumer], parity);
+    const StoreRequest request = s.store[consumer];
+    if (request.head < 0) break;
+    ptx::tma_store_4d(params.out_map, s.q[consumer], 0, request.row, request.head, 0);
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+    ptx::mbarrier_arrive_many<4>(s.q_empty[consumer]);
+  }
+  ptx::tma_store_wait();
+}
+
+__device__ __forceinline__ void run_producer(const Params& params) {
+  const int warp = (threadIdx.x >> 5) & 3;
+  const bool leader = (threadIdx.x & 31) == 0;
+  if (warp == 0) {
+    if (leader) load_keys_and_values(params);
+  } else if (warp == 1) {
+    schedule_and_load_queries(params);
+  } else if (kQInRegisters && leader) {
+    store_outputs(params, warp - 2);
+  }
+}
+
+}  // namespace fmha

@@ -1,0 +1,108 @@
+// Online softmax of one warpgroup's 64 x kTileKV logits, in wgmma's accumulator layout.
+//
+// A thread holds rows g and g + 8 of its warp's 16 (g = lane / 4), two neighbouring columns at a time:
+// s[4 j + 0, 1] are columns 8 j + 2 (lane % 4) and the next of row g, s[4 j + 2, 3] those of row g + 8.
+//
+// Numerics. With scale in base 2 (bmm scale * log2 e) and reference m of a row, p = 2^(scale * (s - m)). The result
+// does not depend on m, which need not be the exact maximum: it only has to keep p in range. So m moves only when a
+// row outgrows it by more than kSlack (then p reaches 2^kSlack at most), and the common step has no shuffles, no
+// rescaling of O and no multiplications by a correction. Whether a row's m moves depends on that row alone: rows of
+// another sequence in the same tile cannot change a bit of this one's result.
+#pragma once
+#include "common/ptx/math.cuh"
+#include "config.h"
+
+namespace fmha {
+
+constexpr float kSlack = 8.f;  // base-2 units
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr int kRowsPerThread = 2;
+
+using Logits = float[kTileKV / 2];
+
+template <int kCount>
+__device__ __forceinline__ float column_max(const float (&s)[kCount], int row) {
+  float even = s[2 * row], odd = s[2 * row + 1];
+#pragma unroll
+  for (int j = 1; j < kCount / 4; ++j) {
+    even = fmaxf(even, s[4 * j + 2 * row]);
+    odd = fmaxf(odd, s[4 * j + 2 * row + 1]);
+  }
+  return fmaxf(even, odd);
+}
+
+// The four threads of a quad hold one row.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+struct Softmax {
+  float scale;  // base 2, positive
+  float slack;  // kSlack in units of s
+  float m[kRowsPerThread];
+  float l[kRowsPerThread];           // this thread's part of the row sum
+  float offset[kRowsPerThread];      // -scale * m, 0 where no key was visible yet
+  float correction[kRowsPerThread];  // what O has to be multiplied by after a moved reference
+
+  __device__ __forceinline__ explicit Softmax(float scale_log2) : scale(scale_log2), slack(kSlack / scale_log2) {}
+
+  // First block of a tile: the reference is its exact maximum.
+  __device__ __forceinline__ void first(Logits& s) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      set_reference(r, quad_max(column_max(s, r)));
+      l[r] = 0.f;
+    }
+    exponentiate(s);
+  }
+
+  // Later blocks. Returns whether O must be rescaled (the same for the whole warp).
+  __device__ __forceinline__ bool next(Logits& s) {
+    const float x0 = column_max(s, 0), x1 = column_max(s, 1);
+    const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
+    if (moved) {
+      move_reference(0, quad_max(x0));
+      move_reference(1, quad_max(x1));
+    }
+    exponentiate(s);
+    return moved;
+  }
+
+ private:
+  __device__ __forceinline__ void set_reference(int r, float x) {
+    m[r] = x;
+    offset[r] = x == -kInfinity ? 0.f : -scale * x;
+  }
+
+  __device__ __forceinline__ void move_reference(int r, float x) {
+    const bool outgrown = x > m[r] + slack;
+    const float before = m[r];
+    set_reference(r, outgrown ? x : before);
+    correction[r] = outgrown ? ptx::exp2_approx(fmaf(before, scale, offset[r])) : 1.f;
+    l[r] *= correction[r];
+  }
+
+  __device__ __forceinline__ void exponentiate(Logits& s) {
+    float even[kRowsPerThread] = {0.f, 0.f}, odd[kRowsPerThread] = {0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < kTileKV / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[4 * j + e] = ptx::exp2_approx(fmaf(s[4 * j + e], scale, offset[e / 2]));
+      even[0] += s[4 * j];
+      odd[0] += s[4 * j + 1];
+      even[1] += s[4 * j + 2];
+      odd[1] += s[4 * j + 3];
+    }
+    l[0] += even[0] + odd[0];
+    l[1] += even[1] + odd[1];
+  }
+};
+
+}  // namespace fmha

@@ -1,0 +1,94 @@
+// The shared-memory plan of a block.
+#pragma once
+#include "common/ptx/mbarrier.cuh"
+#include "config.h"
+#include "tile.cuh"
+
+namespace fmha {
+
+constexpr int kTileSlots = 2;
+
+// A warpgroup's finished tile, for the warp that stores it.
+struct StoreRequest {
+  int row;   // of the out tensor
+  int head;  // negative: no more tiles
+};
+
+// What a consumer warp still has to know about its previous tile when it finishes it (registers are scarcer).
+struct PendingTile {
+  int row;  // the warpgroup's first row in the sequence
+  int q_start;
+  int q_len;
+  int head;
+  int kv_len;
+};
+
+struct alignas(1024) Storage {
+  // Q of each consumer; where Q moves to registers, the same bytes then stage the output of the tile before.
+  uint16_t q[kConsumers][kChunksQK][kWarpgroupRows][kChunk];
+  uint16_t k[kStagesK][kChunksQK][kTileKV][kChunk];
+  uint16_t v[kStagesV][kChunksV][kTileKV][kChunk];
+
+  // `full`: the data has landed. `empty`: every reader is done.
+  ptx::Mbarrier q_full[kConsumers], q_empty[kConsumers];
+  ptx::Mbarrier k_full[kStagesK], k_empty[kStagesK];
+  ptx::Mbarrier v_full[kStagesV], v_empty[kStagesV];
+  ptx::Mbarrier tile_full[kTileSlots], tile_empty[kTileSlots];
+  ptx::Mbarrier store_full[kConsumers];
+  ptx::Mbarrier near_end;  // the loader is about to run out of work: time to draw the next tile
+
+  Tile tiles[kTileSlots];
+  StoreRequest store[kConsumers];
+  PendingTile pending[kConsumerWarps];
+};
+
+constexpr int kQBytes = sizeof(Storage::q) / kConsumers;
+constexpr int kKBytes = sizeof(Storage::k) / kStagesK;
+constexpr int kVBytes = sizeof(Storage::v) / kStagesV;
+
+static_assert(sizeof(Storage) <= 232448, "a block of compute capability 9.0 has 227 KiB of shared memory");
+static_assert(kHeadDimV <= kHeadDimQK, "the output is staged in the bytes of Q");
+
+__device__ __forceinline__ Storage& storage() {
+  extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
+  return *reinterpret_cast<Storage*>(dynamic_shared_memory);
+}
+
+// Position in a ring of stages; `parity` is what a reader waits for, `parity ^ 1` what a writer waits for.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ void init_barriers(Storage& s) {
+  constexpr int kStoreWarpArrivals = 4;  // the store warp stands in for the four warps of a consumer
+  for (int i = 0; i < kConsumers; ++i) {
+    ptx::mbarrier_init(s.q_full[i], 1);
+    ptx::mbarrier_init(s.q_empty[i], kStoreWarpArrivals);
+    ptx::mbarrier_init(s.store_full[i], 4);
+  }
+  for (int i = 0; i < kStagesK; ++i) {
+    ptx::mbarrier_init(s.k_full[i], 1);
+    ptx::mbarrier_init(s.k_empty[i], kConsumerWarps);
+  }
+  for (int i = 0; i < kStagesV; ++i) {
+    ptx::mbarrier_init(s.v_full[i], 1);
+    ptx::mbarrier_init(s.v_empty[i], kConsumerWarps);
+  }
+  for (int i = 0; i < kTileSlots; ++i) {
+    ptx::mbarrier_init(s.tile_full[i], 1);
+    ptx::mbarrier_init(s.tile_empty[i], kConsumerWarps + 1);
+  }
+  ptx::mbarrier_init(s.near_end, 1);
+  ptx::fence_mbarrier_init();
+}
+
+}  // namespace fmha

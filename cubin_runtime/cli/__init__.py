@@ -1,0 +1,11 @@
+"""The command line. Data goes to stdout, everything else to stderr.
+
+Exit codes: 0 ok, 1 failed, 2 usage, 3 no kernel, 4 integrity, 5 offline.
+"""
+
+
+def main() -> None:
+    """Entry point of the `cubin-runtime` command; always ends in SystemExit."""
+    from cubin_runtime.cli.app import run
+
+    run()

@@ -151,11 +151,9 @@ class HttpMirror:
         read = getattr(response.raw, "read1", response.raw.read)
         deadline = time.monotonic() + self._timeout + artifact.size / MIN_RATE
         data = bytearray()
-        # One byte more than promised is enough to know that the body is wrong.
-        while chunk := read(min(CHUNK, artifact.size + 1 - len(data)), decode_content=True):
+        # A body that is longer than promised is wrong, however long it may be.
+        while len(data) <= artifact.size and (chunk := read(CHUNK, decode_content=True)):
             data += chunk
-            if len(data) > artifact.size:
-                break
             if time.monotonic() > deadline:
                 raise _TransientError(f"too slow, {len(data)} of {artifact.size} bytes until the deadline")
         if len(data) < artifact.size:

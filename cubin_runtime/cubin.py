@@ -79,7 +79,7 @@ def inspect(data: bytes) -> Cubin:
             kernels={kernel.name: kernel for kernel in _kernels(elf, constants)},
             symbols=constants,
         )
-    except (struct.error, UnicodeDecodeError) as error:
+    except (struct.error, OverflowError, UnicodeDecodeError) as error:
         raise CubinFormatError(f"not a cubin, or a damaged one: {error}") from error
 
 
@@ -332,12 +332,7 @@ def _kernels(elf: _Elf, constants: dict[str, int]) -> Iterator[KernelFacts]:
             raise CubinFormatError(f"a damaged cubin: no register count for its entry {symbol.name}")
         info = list(_attributes(elf.content(f".nv.info.{symbol.name}")))
         shared = elf.sections.get(f".nv.shared.{symbol.name}")
-        parameters = tuple(sorted(_parameters(info), key=lambda parameter: parameter.ordinal))
-        parameter_bytes = next((_U16.unpack(payload)[0] for tag, payload in info if tag == _PARAM_SIZE), 0)
-        if any(parameter.offset + parameter.size > parameter_bytes for parameter in parameters):
-            raise CubinFormatError(
-                f"a damaged cubin: {symbol.name} has parameters past its area of {parameter_bytes} bytes"
-            )
+        parameters, parameter_bytes = _parameter_area(symbol.name, info)
         yield KernelFacts(
             name=symbol.name,
             parameters=parameters,
@@ -356,6 +351,21 @@ def _per_symbol(elf: _Elf, wanted: int) -> dict[int, int]:
     return dict(
         _PER_SYMBOL.unpack(payload) for tag, payload in _attributes(elf.content(".nv.info")) if tag == wanted
     )
+
+
+def _parameter_area(name: str, info: list[tuple[int, bytes]]) -> tuple[tuple[Parameter, ...], int]:
+    """Parameters in order, and the bytes from the first to the end of the last.
+
+    The file counts both from where the constant bank holds parameters, which is not aligned for every
+    struct: on sm_90 one of alignment 64 starts at 48.
+    """
+    found = sorted(_parameters(info), key=lambda parameter: parameter.ordinal)
+    start = found[0].offset if found else 0
+    size = next((_U16.unpack(payload)[0] for tag, payload in info if tag == _PARAM_SIZE), 0) - start
+    moved = tuple(Parameter(p.ordinal, p.offset - start, p.size) for p in found)
+    if any(p.offset < 0 or p.offset + p.size > size for p in moved):
+        raise CubinFormatError(f"a damaged cubin: {name} has parameters outside its area of {size} bytes")
+    return moved, size
 
 
 def _parameters(info: list[tuple[int, bytes]]) -> Iterator[Parameter]:

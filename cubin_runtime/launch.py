@@ -1,0 +1,92 @@
+"""Launching: parameters in, cuLaunchKernelEx out, nothing built on the way.
+
+Each thread keeps one prepared launch per kernel, so that a launch copies the parameters, sets what differs
+from the launch before (grid, stream) and calls the driver.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import msgspec
+
+from cubin_runtime import _driver
+from cubin_runtime.errors import InvalidArgumentError
+from cubin_runtime.module import LoadedKernel
+
+Buffer = bytes | bytearray | memoryview
+
+
+class LaunchPlan(msgspec.Struct, frozen=True):
+    """What stays the same when a call is repeated: the kernel, and its grid in blocks along x, y, z."""
+
+    kernel: LoadedKernel
+    grid: tuple[int, int, int]
+
+
+class _Launchers(threading.local):
+    """Launchers of one thread, by kernel, without and with programmatic dependent launch."""
+
+    def __init__(self) -> None:
+        self.plain: weakref.WeakKeyDictionary[LoadedKernel, _driver.Launcher] = weakref.WeakKeyDictionary()
+        self.dependent: weakref.WeakKeyDictionary[LoadedKernel, _driver.Launcher] = (
+            weakref.WeakKeyDictionary()
+        )
+
+
+_launchers = _Launchers()
+
+
+def launch(plan: LaunchPlan, parameters: Buffer, stream: int, pdl: bool = False) -> None:
+    """Launches the kernel into a stream of its device; returns at once.
+
+    parameters   the whole parameter area, `plan.kernel.facts.parameter_bytes` long, as the kernel lays it out
+    stream       handle, as torch's `stream.cuda_stream`; 0 = the default stream
+    pdl          lets the kernel start while its predecessor in the stream is finishing. A permission: it has
+                 no effect on a kernel that does not wait for its predecessor itself
+
+    The caller's current context stays current. Raises InvalidArgumentError for parameters of a wrong length
+    and DriverError, naming kernel, grid, block and shared memory, where the driver refuses.
+    """
+    kernel = plan.kernel
+    pdl = pdl and kernel.row.pdl
+    launchers = _launchers.dependent if pdl else _launchers.plain
+    launcher = launchers.get(kernel)
+    if launcher is None:
+        launcher = launchers[kernel] = _prepare(kernel, pdl)
+    try:
+        launcher.area[:] = parameters
+    except ValueError:
+        raise InvalidArgumentError(
+            f"parameters of {kernel.row.name} have {len(parameters)} bytes; expected {launcher.area.nbytes}"
+        ) from None
+    if _driver.current_context() == kernel.context:
+        code = launcher(plan.grid, stream)
+    else:
+        with _driver.pushed(kernel.context):
+            code = launcher(plan.grid, stream)
+    if code:
+        raise _driver.failure("cuLaunchKernelEx", code, _describe(plan, stream, pdl))
+
+
+def _prepare(kernel: LoadedKernel, pdl: bool) -> _driver.Launcher:
+    return _driver.Launcher(
+        kernel.handle,
+        threads=kernel.resources.threads,
+        shared_memory=kernel.resources.shared_memory,
+        cluster=kernel.row.cluster,
+        pdl=pdl,
+        offsets=[parameter.offset for parameter in kernel.facts.parameters],
+        parameter_bytes=kernel.facts.parameter_bytes,
+    )
+
+
+def _describe(plan: LaunchPlan, stream: int, pdl: bool) -> str:
+    kernel = plan.kernel
+    return (
+        f"launching {kernel.row.name} on device {kernel.device.ordinal} ({kernel.device.name}): "
+        f"grid {plan.grid}, {kernel.resources.threads} threads, cluster {kernel.row.cluster}, "
+        f"{kernel.resources.shared_memory} bytes of dynamic shared memory, stream {stream:#x}, "
+        f"{'with' if pdl else 'without'} programmatic dependent launch"
+    )

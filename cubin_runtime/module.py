@@ -1,0 +1,185 @@
+"""Kernels in this process: each cubin is loaded once, prepared once per device, and kept.
+
+Nothing is unloaded when the interpreter ends: work may still be in flight, and the driver cleans up itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+
+from cubin_runtime import _driver
+from cubin_runtime.cubin import Cubin, KernelFacts, check_row, inspect
+from cubin_runtime.errors import UnsupportedError
+from cubin_runtime.fetch import obtain
+from cubin_runtime.manifest import Artifact, default_manifest
+from cubin_runtime.request import Capability
+from kernel_meta.schema import KernelRow, Resources
+
+
+class DeviceInfo(msgspec.Struct, frozen=True):
+    """A device. `ordinal` counts the visible ones, as torch does; `max_shared_memory` is bytes per block."""
+
+    ordinal: int
+    name: str
+    capability: Capability
+    sm_count: int
+    max_shared_memory: int
+
+
+class _Library(msgspec.Struct, frozen=True):
+    """A loaded cubin and where its bytes came from."""
+
+    handle: int
+    cubin: Cubin
+    store: str
+
+
+class LoadedKernel(msgspec.Struct, frozen=True, eq=False, weakref=True):
+    """A kernel ready to launch on one device; compared by identity, since there is one per row and device.
+
+    handle     CUkernel
+    context    the device's primary context
+    store      which store had the bytes
+    """
+
+    row: KernelRow
+    resources: Resources
+    artifact: Artifact
+    store: str
+    facts: KernelFacts
+    device: DeviceInfo
+    handle: int
+    context: int
+
+
+@functools.cache
+def device_info(ordinal: int) -> DeviceInfo:
+    """Describes a device without making a context on it."""
+    device = _driver.device(ordinal)
+    return DeviceInfo(
+        ordinal=ordinal,
+        name=_driver.device_name(device),
+        capability=Capability(*_driver.capability(device)),
+        sm_count=_driver.sm_count(device),
+        max_shared_memory=_driver.max_shared_memory_optin(device),
+    )
+
+
+class _Modules:
+    """What has been loaded. Different cubins load side by side; one cubin is loaded by one thread."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[tuple[KernelRow, int], LoadedKernel] = {}
+        self.libraries: dict[str, _Library] = {}
+        self._shared_memory: dict[tuple[int, int], int] = {}
+        self._locks: dict[str, threading.Lock] = {}
+
+    def load(self, row: KernelRow, ordinal: int, folder: str | Path | None) -> LoadedKernel:
+        device = device_info(ordinal)
+        _check_device(row, device)
+        artifact = default_manifest().find(row.name)
+        with self._locks.setdefault(artifact.sha256, threading.Lock()):
+            kernel = self.kernels.get((row, ordinal))
+            if kernel is None:
+                library = self.libraries.get(artifact.sha256)
+                if library is None:
+                    library = _load_library(row, artifact, folder)
+                    self.libraries[artifact.sha256] = library
+                check_row(library.cubin, row)
+                kernel = self._prepare(row, artifact, library, device)
+                self.kernels[row, ordinal] = kernel
+            return kernel
+
+    def _prepare(
+        self, row: KernelRow, artifact: Artifact, library: _Library, device: DeviceInfo
+    ) -> LoadedKernel:
+        handle = _driver.get_kernel(library.handle, row.entry_name)
+        assert row.resources is not None  # check_row refuses such a row
+        self._allow_shared_memory(row.name, handle, device, row.resources.shared_memory)
+        return LoadedKernel(
+            row=row,
+            resources=row.resources,
+            artifact=artifact,
+            store=library.store,
+            facts=library.cubin.kernels[row.entry_name],
+            device=device,
+            handle=handle,
+            context=_driver.retain_primary_context(_driver.device(device.ordinal)),
+        )
+
+    def _allow_shared_memory(self, name: str, handle: int, device: DeviceInfo, size: int) -> None:
+        """Raises the entry's limit on the device, before its first launch there; never lowers it."""
+        key = (handle, device.ordinal)
+        if size <= self._shared_memory.get(key, 0):
+            return
+        doing = (
+            f"allowing {name} {size} bytes of dynamic shared memory on device {device.ordinal}, "
+            f"whose limit is {device.max_shared_memory}"
+        )
+        _driver.set_max_dynamic_shared_memory(handle, _driver.device(device.ordinal), size, doing)
+        self._shared_memory[key] = size
+
+
+_modules = _Modules()
+
+
+def load(row: KernelRow, device: int, *, folder: str | Path | None = None) -> LoadedKernel:
+    """The row's kernel, ready on the device with that ordinal; loaded on the first call.
+
+    folder   where to look for the cubin before every other store
+
+    Thread-safe, and allowed while a stream is being captured. The caller's current context stays as it is.
+    After a failure the next call tries again. Raises UnsupportedError where the device cannot run the row,
+    ArtifactError and ManifestError where its bytes cannot be had, CubinFormatError where they are not what
+    the row describes, DriverError otherwise.
+    """
+    _driver.refuse_after_fork()
+    return _modules.kernels.get((row, device)) or _modules.load(row, device, folder)
+
+
+def unload_all() -> None:
+    """Waits for every device that kernels were loaded on, then unloads them all.
+
+    For tests and tools. No thread may be loading or launching meanwhile, and every LoadedKernel, and every
+    graph with one in it, is dead afterwards.
+    """
+    global _modules
+    _driver.refuse_after_fork()
+    retired, _modules = _modules, _Modules()
+    for context in {kernel.context for kernel in retired.kernels.values()}:
+        with _driver.pushed(context):
+            _driver.synchronize()
+    for library in retired.libraries.values():
+        _driver.unload_library(library.handle)
+
+
+def _forget() -> None:
+    """In a forked child: locks may be held by threads that only the parent has, handles are the parent's."""
+    global _modules
+    _modules = _Modules()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _check_device(row: KernelRow, device: DeviceInfo) -> None:
+    if not row.architecture.runs_on(device.capability):
+        raise UnsupportedError(
+            f"{row.name} is built for {row.architecture}, and device {device.ordinal} ({device.name}) has "
+            f"compute capability {device.capability}; select a row for that capability"
+        )
+
+
+def _load_library(row: KernelRow, artifact: Artifact, folder: str | Path | None) -> _Library:
+    located = obtain(artifact, folder=folder)
+    cubin = inspect(located.data)
+    # Before the driver sees it: a wrong image costs a clear message here and a broken context there.
+    check_row(cubin, row)
+    with _driver.relaxed_capture_mode():
+        handle = _driver.load_library(located.data, f"loading {row.name} from {located.path}")
+    return _Library(handle, cubin, located.store)

@@ -339,7 +339,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _build(rows: list[KernelRow], options: argparse.Namespace) -> int:
     folder = options.keep or ROOT / "build" / "cubins"
     install(build_all(rows, find_toolchain(), folder, options.jobs))
-    print(f"{len(rows)} kernels are up to date", file=sys.stderr)
+    print(f"kernels up to date: {len(rows)}", file=sys.stderr)
     return 0
 
 
@@ -349,7 +349,7 @@ def _check(rows: list[KernelRow], options: argparse.Namespace) -> int:
         for record in folder.glob("*.inputs"):
             record.unlink()  # a rebuild is meant, not an earlier one's result
         found = differences(build_all(rows, find_toolchain(), folder, options.jobs), _manifest(ROOT))
-    print("\n".join(found) if found else f"{len(rows)} kernels rebuilt: all equal to the manifest")
+    print("\n".join(found) if found else f"kernels rebuilt: {len(rows)}, all equal to the manifest")
     return 1 if found else 0
 
 

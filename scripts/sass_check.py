@@ -169,7 +169,7 @@ def main(paths: list[str]) -> int:
     if nvdisasm is None:
         sys.exit(f"no nvdisasm found; install it with: {INSTALL}")
     findings = [line for path in paths for line in check(disassemble(Path(path), nvdisasm))]
-    print("\n".join(findings) if findings else f"{len(paths)} files: no local memory in a main loop")
+    print("\n".join(findings) if findings else f"files: {len(paths)}, no local memory in a main loop")
     return 1 if findings else 0
 
 

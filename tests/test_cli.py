@@ -161,8 +161,8 @@ def test_list(cli: Callable[..., Result], kernel: KernelRow) -> None:
     assert header.split() == ["kernel", "threads", "shared", "bytes", "cubin", "bytes", "sha256"]
     assert line.split()[0] == kernel.name
     assert line.split()[-1] == key_of(kernel)[3:15]
-    assert result.err == "1 kernels\n"
-    assert cli("list", "nothing*").err == "0 kernels\n"
+    assert result.err == "kernels: 1\n"
+    assert cli("list", "nothing*").err == "kernels: 0\n"
 
 
 def test_list_json(cli: Callable[..., Result], kernel: KernelRow) -> None:
@@ -193,6 +193,7 @@ def test_show_names_the_store_and_what_the_cubin_says(
     assert shown["artifact"]["size"] == CUBIN.stat().st_size
     text = cli("show", kernel.name).out
     assert f"kernel: {kernel.name}\n" in text
+    assert "parameters            ordinal 0, offset 0, size 320\n" in text
     assert f"  environment ok          {path}\n" in text
 
 
@@ -317,12 +318,12 @@ def test_verify_accepts_good_copies(
 ) -> None:
     path = put(monkeypatch, tmp_path / "mine", CUBIN.read_bytes(), key_of(kernel))
     result = cli("verify", "--json")
-    assert (result.code, result.err) == (0, "1 files checked, 0 bad\n")
+    assert (result.code, result.err) == (0, "files checked: 1, bad: 0\n")
     assert result.json == [
         {"kernel": kernel.name, "store": "environment", "state": "ok", "path": str(path), "problem": ""}
     ]
     assert str(path) in cli("verify").out
-    assert cli("verify", "other*").err == "0 files checked, 0 bad\n"
+    assert cli("verify", "other*").err == "files checked: 0, bad: 0\n"
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:-1] + b"?", lambda d: d[:100], lambda d: d + b"x"])
@@ -337,7 +338,7 @@ def test_verify_finds_changed_bytes(
     result = cli("verify")
     assert result.code == 4
     assert f"{path} is not {kernel.name}" in result.out
-    assert result.err == "1 files checked, 1 bad: remove or replace them\n"
+    assert result.err == "files checked: 1, bad: 1 (remove or replace them)\n"
 
 
 def test_verify_finds_a_cubin_that_is_not_its_rows(
@@ -471,6 +472,6 @@ def test_doctor_lists_devices_and_the_kernels_they_can_run(
     monkeypatch.setattr(module, "device_info", devices.__getitem__)
     found = findings({}, tmp_path)
     assert found["driver"] == ("ok", "supports CUDA 13.0; ")
-    assert found["device 0"] == ("ok", "NVIDIA H200, compute capability 9.0, 132 SMs, 1 kernels; ")
+    assert found["device 0"] == ("ok", "NVIDIA H200, compute capability 9.0, 132 SMs; kernels for it: 1; ")
     assert found["device 1"][0] == "warn"
     assert "no kernel runs on it (there are: sm_90a)" in found["device 1"][1]

@@ -116,7 +116,7 @@ def _device(ordinal: int) -> Finding:
     built = [row for row in all_rows() if row.resources]
     fitting = sum(row.architecture.runs_on(info.capability) for row in built)
     if fitting:
-        return Finding("ok", subject, f"{detail}, {fitting} kernels")
+        return Finding("ok", subject, f"{detail}; kernels for it: {fitting}")
     archs = ", ".join(sorted({row.arch for row in built})) or "no target yet"
     return Finding(
         "warn", subject, f"{detail}; no kernel runs on it (there are: {archs})", 'backend="reference"'

@@ -37,4 +37,4 @@ def list_kernels(
             )
         )
     print_table(("kernel", "threads", "shared bytes", "cubin bytes", "sha256"), lines)
-    note(f"{len(rows)} kernels")
+    note(f"kernels: {len(rows)}")

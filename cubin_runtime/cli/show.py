@@ -59,6 +59,6 @@ def _collect(name: str) -> dict[str, Any]:
 def _spell(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {item}" for key, item in value.items())
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return ", ".join(_spell(item) for item in value)
     return str(value)

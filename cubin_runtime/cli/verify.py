@@ -44,6 +44,6 @@ def verify(
             [(name, c.store, c.state, c.problem or c.path) for name, c in results],
         )
     bad = sum(copy.state != "ok" for _, copy in results)
-    note(f"{len(results)} files checked, {bad} bad" + (": remove or replace them" if bad else ""))
+    note(f"files checked: {len(results)}, bad: {bad}" + (" (remove or replace them)" if bad else ""))
     if bad:
         raise typer.Exit(INTEGRITY)

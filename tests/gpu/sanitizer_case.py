@@ -1,0 +1,37 @@
+"""A few small calls of every head dim and mask, for compute-sanitizer:
+
+compute-sanitizer --tool memcheck python -m tests.gpu.sanitizer_case
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from tests.gpu.support import (
+    DTYPES,
+    HEAD_DIMS,
+    MASKS,
+    assert_matches,
+    call,
+    expect,
+    make_problem,
+    make_workspace,
+)
+
+Q_LENS = [129, 1, 0, 127, 5]
+KV_LENS = [257, 1, 3, 127, 0]
+
+
+def main() -> None:
+    """Runs and checks them all, in tensors that are exactly as large as the call may touch."""
+    device = torch.device("cuda", 0)
+    workspace = make_workspace(device, size=16 << 20)
+    for dims, dtype, mask in itertools.product(HEAD_DIMS, DTYPES, MASKS):
+        problem = make_problem(Q_LENS, KV_LENS, device=device, dims=dims, heads=2, dtype=dtype, **MASKS[mask])
+        assert_matches(problem, call(problem, workspace), expect(problem), context=f"{dims} {dtype} {mask}")
+
+
+if __name__ == "__main__":
+    main()

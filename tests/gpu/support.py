@@ -1,0 +1,252 @@
+"""Problems, calls and comparisons that the GPU tests share. Runs on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+import cubin_runtime
+from cubin_runtime.reference import ragged_attention_reference
+
+HEAD_DIMS = [(192, 128), (128, 128), (256, 256)]
+DTYPES = [torch.bfloat16, torch.float16]
+MASKS: dict[str, dict[str, Any]] = {
+    "dense": {"is_causal": False},
+    "causal": {"is_causal": True},
+    "sliding": {"is_causal": True, "window_left": 150},
+}
+# Relative Frobenius error of out against float32.
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
+LSE_TOLERANCE = 1e-3
+WORKSPACE_BYTES = 128 << 20
+_GUARD_BYTES = 64 << 10
+_GUARD_PATTERN = 0xA5
+
+Results = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors of one call; `options` are further keyword arguments of it."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    q_lens: list[int]
+    kv_lens: list[int]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        return (*self.query.shape[:2], self.value.shape[2])
+
+    @property
+    def covered(self) -> int:
+        """Query rows that belong to a sequence; the rest are padding."""
+        return sum(self.q_lens)
+
+    def with_options(self, **options: Any) -> Problem:
+        return replace(self, options={**self.options, **options})
+
+    def spans(self) -> Iterator[slice]:
+        """The query rows of each sequence."""
+        begin = 0
+        for length in self.q_lens:
+            yield slice(begin, begin + length)
+            begin += length
+
+    def alone(self, number: int) -> Problem:
+        """One sequence as a batch of its own, in tensors of its own."""
+        rows = list(self.spans())[number]
+        begin = sum(self.kv_lens[:number])
+        keys = slice(begin, begin + self.kv_lens[number])
+        return replace(
+            self,
+            query=self.query[rows].clone(),
+            key=self.key[keys].clone(),
+            value=self.value[keys].clone(),
+            q_lens=[self.q_lens[number]],
+            kv_lens=[self.kv_lens[number]],
+        )
+
+
+def make_problem(
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    device: torch.device,
+    dims: tuple[int, int] = (128, 128),
+    heads: int = 1,
+    kv_heads: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    padding: int = 0,
+    seed: int = 0,
+    **options: Any,
+) -> Problem:
+    """Normal inputs. `padding` tokens at the end of every tensor belong to no sequence."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+
+    total_q, total_kv = sum(q_lens) + padding, sum(kv_lens) + padding
+    return Problem(
+        query=randn(total_q, heads, dims[0]),
+        key=randn(total_kv, kv_heads, dims[0]),
+        value=randn(total_kv, kv_heads, dims[1]),
+        q_lens=list(q_lens),
+        kv_lens=list(kv_lens),
+        options={"bmm1_scale": 1 / math.sqrt(dims[0]), **options},
+    )
+
+
+def edges(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+
+
+def arguments(problem: Problem, workspace: torch.Tensor, **overrides: Any) -> dict[str, Any]:
+    """Keyword arguments of the public call. out and lse are poisoned tensors unless given."""
+    given = {
+        "query": problem.query,
+        "key": problem.key,
+        "value": problem.value,
+        "workspace_buffer": workspace,
+        "seq_lens": torch.tensor(problem.kv_lens, dtype=torch.int32, device=problem.device),
+        "max_q_len": max(problem.q_lens),
+        "max_kv_len": max(problem.kv_lens),
+        "bmm1_scale": 1.0,
+        "bmm2_scale": 1.0,
+        "o_sf_scale": 1.0,
+        "batch_size": len(problem.q_lens),
+        "window_left": -1,
+        "cum_seq_lens_q": edges(problem.q_lens, problem.device),
+        "cum_seq_lens_kv": edges(problem.kv_lens, problem.device),
+        "enable_pdl": None,
+        "is_causal": False,
+        "return_lse": True,
+        **problem.options,
+        **overrides,
+    }
+    if "out" not in given:
+        given["out"] = poisoned(problem.out_shape, problem.query.dtype, problem.device)
+    if "lse" not in given:
+        given["lse"] = poisoned(problem.out_shape[:2], torch.float32, problem.device)
+    return given
+
+
+def run(given: dict[str, Any]) -> Results:
+    """The public call with results of the caller's; returns (out, lse)."""
+    returned = cubin_runtime.trtllm_ragged_attention_deepseek(**given)
+    if given["return_lse"]:
+        assert returned[0] is given["out"]
+        assert returned[1] is given["lse"]
+    else:
+        assert returned is given["out"]
+    return given["out"], given["lse"]
+
+
+def call(problem: Problem, workspace: torch.Tensor, **overrides: Any) -> Results:
+    """The public call into poisoned results; returns (out, lse)."""
+    return run(arguments(problem, workspace, **overrides))
+
+
+def expect(problem: Problem) -> Results:
+    """The exact results in float32; rows of padding are NaN."""
+    out = poisoned(problem.out_shape, torch.float32, problem.device)
+    lse = poisoned(problem.out_shape[:2], torch.float32, problem.device)
+    options = {"bmm2_scale": 1.0, "is_causal": False, **problem.options}
+    ragged_attention_reference(
+        problem.query,
+        problem.key,
+        problem.value,
+        cum_seq_lens_q=edges(problem.q_lens, problem.device),
+        cum_seq_lens_kv=edges(problem.kv_lens, problem.device),
+        **options,
+        out=out,
+        lse=lse,
+    )
+    return out, lse
+
+
+def poisoned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
+
+
+def make_workspace(
+    device: torch.device, fill: int | None = None, size: int = WORKSPACE_BYTES
+) -> torch.Tensor:
+    """Random bytes, or every byte `fill`."""
+    if fill is None:
+        return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    return torch.full((size,), fill, dtype=torch.uint8, device=device)
+
+
+class Guarded:
+    """A NaN-filled tensor in the middle of a buffer whose both ends must keep their bytes."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        size = math.prod(shape) * dtype.itemsize
+        self.buffer = torch.full((size + 2 * _GUARD_BYTES,), _GUARD_PATTERN, dtype=torch.uint8, device=device)
+        self.tensor = self.buffer[_GUARD_BYTES : _GUARD_BYTES + size].view(dtype).view(tuple(shape))
+        self.tensor.fill_(math.nan)
+
+    def assert_intact(self) -> None:
+        for end in (self.buffer[:_GUARD_BYTES], self.buffer[-_GUARD_BYTES:]):
+            assert bool((end == _GUARD_PATTERN).all()), "bytes outside the tensor were written"
+
+
+def assert_matches(
+    problem: Problem, actual: Results, expected: Results, *, has_lse: bool = True, context: object = ""
+) -> None:
+    """Each sequence within tolerance, rows without keys exact, padding untouched."""
+    (out, lse), (exact, exact_lse) = actual, expected
+    for number, rows in enumerate(problem.spans()):
+        difference = (out[rows].float() - exact[rows]).norm()
+        limit = TOLERANCE[problem.query.dtype] * exact[rows].norm()
+        assert bool(difference <= limit), (  # NaN fails too
+            f"sequence {number} ({problem.q_lens[number]} x {problem.kv_lens[number]}): "
+            f"error {float(difference):.3g}, allowed {float(limit):.3g} {context}"
+        )
+    assert bool(out[problem.covered :].isnan().all()), f"rows of padding were written {context}"
+    if not has_lse:
+        return
+    torch.testing.assert_close(
+        lse, exact_lse, rtol=0, atol=LSE_TOLERANCE, equal_nan=True, msg=lambda text: f"lse: {text} {context}"
+    )
+    empty = exact_lse == -math.inf
+    assert bool((out[empty] == 0).all()), f"rows without keys are not zero {context}"
+
+
+def assert_same_bits(
+    actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], rows: Any = slice(None)
+) -> None:
+    """Bit for bit, NaN included."""
+    for got, wanted in zip(actual, expected, strict=True):
+        bits = torch.int16 if got.dtype.itemsize == 2 else torch.int32
+        assert torch.equal(got[rows].contiguous().view(bits), wanted[rows].contiguous().view(bits))
+
+
+def constant_problem(
+    values: Sequence[float], q_len: int, *, device: torch.device, heads: int = 1, **options: Any
+) -> Problem:
+    """q = k = 0, so that all visible keys weigh the same; key j has the value `values[j]`."""
+    zeros = torch.zeros(len(values), 1, 128, dtype=torch.bfloat16, device=device)
+    value = torch.tensor(values, dtype=torch.bfloat16, device=device)[:, None, None].expand_as(zeros)
+    query = zeros.new_zeros(q_len, heads, 128)
+    return Problem(query, zeros, value.contiguous(), [q_len], [len(values)], options)
+
+
+def two_scores(device: torch.device, **options: Any) -> Problem:
+    """Logits 0 and 1 for the values 0 and 1: out = e / (1 + e), lse = log2(1 + e)."""
+    problem = constant_problem([0.0, 1.0], 1, device=device, **options)
+    problem.query[..., 0] = 1.0
+    problem.key[1, :, 0] = 1.0
+    return problem

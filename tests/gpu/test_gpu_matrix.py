@@ -1,0 +1,226 @@
+"""Every kernel variant against the float32 reference, odd lengths in one ragged batch per variant."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import cubin_runtime
+from tests.gpu.support import (
+    DTYPES,
+    HEAD_DIMS,
+    MASKS,
+    Guarded,
+    arguments,
+    assert_matches,
+    assert_same_bits,
+    call,
+    expect,
+    make_problem,
+    make_workspace,
+)
+
+pytestmark = pytest.mark.gpu
+
+Q_LENS = [63, 0, 1, 129, 300, 5, 777, 129, 2]
+KV_LENS = [129, 63, 1, 63, 777, 0, 1000, 129, 300]
+HEADS = 8
+
+SCALES: dict[str, Callable[[float, torch.device], float | torch.Tensor]] = {
+    "float": lambda value, device: value,
+    "tensor": lambda value, device: torch.tensor([value], device=device),
+    "0-d tensor": lambda value, device: torch.tensor(value, device=device),
+}
+
+
+def sinks_for(heads: int, device: torch.device) -> torch.Tensor:
+    sinks = torch.linspace(-2.0, 4.0, heads, device=device)
+    sinks[0] = -math.inf
+    return sinks
+
+
+@pytest.fixture(scope="module")
+def dirty_workspaces(device: torch.device) -> list[torch.Tensor]:
+    return [make_workspace(device, 0xFF), make_workspace(device)]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=lambda n: f"gqa{HEADS // n}")
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_variant(
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    mask: str,
+    has_sinks: bool,
+    kv_heads: int,
+    device: torch.device,
+    dirty_workspaces: list[torch.Tensor],
+) -> None:
+    bmm1_scale, bmm2_scale = 1 / math.sqrt(dims[0]), 0.7
+    problem = make_problem(
+        Q_LENS,
+        KV_LENS,
+        device=device,
+        dims=dims,
+        heads=HEADS,
+        kv_heads=kv_heads,
+        dtype=dtype,
+        padding=3,
+        attention_sinks=sinks_for(HEADS, device) if has_sinks else None,
+        bmm2_scale=bmm2_scale,
+        **MASKS[mask],
+    )
+    expected = expect(problem)
+    dirt = itertools.cycle(dirty_workspaces)
+    for (kind, scale), return_lse in itertools.product(SCALES.items(), [True, False]):
+        out = Guarded(problem.out_shape, dtype, device)
+        lse = Guarded(problem.out_shape[:2], torch.float32, device)
+        call(
+            problem,
+            next(dirt),
+            bmm1_scale=scale(bmm1_scale, device),
+            bmm2_scale=scale(bmm2_scale, device),
+            out=out.tensor,
+            lse=lse.tensor if return_lse else None,
+            return_lse=return_lse,
+        )
+        assert_matches(
+            problem,
+            (out.tensor, lse.tensor),
+            expected,
+            has_lse=return_lse,
+            context=f"with {kind} scales, return_lse={return_lse}",
+        )
+        out.assert_intact()
+        lse.assert_intact()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_shapes(seed: int, device: torch.device, workspace: torch.Tensor) -> None:
+    choose = random.Random(seed)
+    batch = choose.randint(1, 24)
+
+    def lengths() -> list[int]:
+        edge = [0, 1, 2, 64, 79, 80, 81, 127, 128, 129, 255, 256, 257]
+        return [choose.choice([choose.choice(edge), choose.randint(0, 600)]) for _ in range(batch)]
+
+    kv_heads = choose.choice([1, 2, 3])
+    mask: dict[str, Any] = {"is_causal": choose.random() < 0.7}
+    if mask["is_causal"] and choose.random() < 0.5:
+        mask["window_left"] = choose.choice([0, 1, 79, 127, 128, 129, 400])
+    problem = make_problem(
+        lengths(),
+        lengths(),
+        device=device,
+        dims=choose.choice(HEAD_DIMS),
+        heads=kv_heads * choose.choice([1, 2, 5]),
+        kv_heads=kv_heads,
+        dtype=choose.choice(DTYPES),
+        padding=choose.choice([0, 1, 130]),
+        seed=seed,
+        **mask,
+    ).with_options(bmm1_scale=choose.choice([0.1, 0.02, -0.1, 0.0]))
+    assert_matches(problem, call(problem, workspace), expect(problem))
+
+
+def test_more_work_than_the_device_holds_at_once(device: torch.device, workspace: torch.Tensor) -> None:
+    """Several times as many tiles as there are SMs, of very unequal cost."""
+    q_lens = [2000, 1, 1, 700, 128, 0, 1300] + 50 * [17]
+    kv_lens = [2000, 4000, 0, 900, 3000, 8, 1300] + 50 * [33]
+    for mask in MASKS.values():
+        problem = make_problem(q_lens, kv_lens, device=device, dims=(192, 128), heads=16, kv_heads=4, **mask)
+        assert_matches(problem, call(problem, workspace), expect(problem))
+
+
+def test_large_logits(device: torch.device, workspace: torch.Tensor) -> None:
+    """Rows whose softmax is all but one-hot, with logits in the hundreds of either sign."""
+    for scale in (4.0, -4.0):
+        problem = make_problem([200], [333], device=device, heads=4, kv_heads=4, is_causal=True).with_options(
+            bmm1_scale=scale
+        )
+        out, lse = call(problem, workspace)
+        exact, exact_lse = expect(problem)
+        assert (out.float() - exact).norm() <= 2e-2 * exact.norm()
+        torch.testing.assert_close(lse, exact_lse, rtol=1e-5, atol=1e-3)
+
+
+def test_upper_bounds_may_exceed_the_lengths(device: torch.device, workspace: torch.Tensor) -> None:
+    problem = make_problem([129, 7], [300, 140], device=device, is_causal=True)
+    exact_bounds = call(problem, workspace)
+    assert_same_bits(call(problem, workspace, max_q_len=5000, max_kv_len=70_000), exact_bounds)
+
+
+def test_upper_bounds_below_the_lengths_corrupt_nothing(
+    device: torch.device, workspace: torch.Tensor
+) -> None:
+    problem = make_problem([129, 300], [300, 140], device=device, is_causal=True)
+    assert_same_bits(call(problem, workspace, max_q_len=1, max_kv_len=1), call(problem, workspace))
+
+
+def test_results_are_allocated_when_not_given(device: torch.device, workspace: torch.Tensor) -> None:
+    for dtype in DTYPES:
+        problem = make_problem([129, 7], [300, 140], device=device, heads=2, dtype=dtype)
+        given = arguments(problem, workspace, out=None, lse=None)
+        out, lse = cubin_runtime.trtllm_ragged_attention_deepseek(**given)
+        assert out.dtype == dtype
+        assert lse.dtype == torch.float32
+        assert out.shape == problem.out_shape
+        assert lse.shape == problem.out_shape[:2]
+        assert_same_bits((out, lse), call(problem, workspace))
+        alone = cubin_runtime.trtllm_ragged_attention_deepseek(**{**given, "return_lse": False})
+        assert_same_bits((alone,), (out,))
+
+
+def test_lse_is_written_when_given_though_not_returned(device: torch.device, workspace: torch.Tensor) -> None:
+    problem = make_problem([129, 7], [300, 140], device=device)
+    assert_same_bits(call(problem, workspace, return_lse=False), call(problem, workspace))
+
+
+def test_reference_backend_is_the_same_contract(device: torch.device, workspace: torch.Tensor) -> None:
+    problem = make_problem([129, 0, 7], [300, 9, 0], device=device, heads=2, padding=2, is_causal=True)
+    out, lse = call(problem, workspace, backend="reference")
+    exact, exact_lse = expect(problem)
+    torch.testing.assert_close(out, exact.to(out.dtype), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(lse, exact_lse, rtol=0, atol=0, equal_nan=True)
+    assert_matches(problem, call(problem, workspace), (exact, exact_lse))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_reference_is_the_same_on_the_host(mask: str, device: torch.device) -> None:
+    problem = make_problem([129, 0, 7], [300, 9, 2], device=device, heads=2, padding=2, **MASKS[mask])
+    host = replace(problem, query=problem.query.cpu(), key=problem.key.cpu(), value=problem.value.cpu())
+    for on_device, on_host in zip(expect(problem), expect(host), strict=True):
+        torch.testing.assert_close(on_device.cpu(), on_host, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_runs_repeat_bit_for_bit(
+    dims: tuple[int, int], device: torch.device, workspace: torch.Tensor
+) -> None:
+    for mask in MASKS.values():
+        problem = make_problem(Q_LENS, KV_LENS, device=device, dims=dims, heads=HEADS, kv_heads=2, **mask)
+        first = call(problem, workspace)
+        for _ in range(20):
+            assert_same_bits(call(problem, workspace), first)
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_a_batch_is_its_sequences(
+    dims: tuple[int, int], device: torch.device, workspace: torch.Tensor
+) -> None:
+    """No sequence's bits depend on its company."""
+    for mask in MASKS.values():
+        problem = make_problem(Q_LENS, KV_LENS, device=device, dims=dims, heads=2, kv_heads=1, **mask)
+        out, lse = call(problem, workspace)
+        for number, rows in enumerate(problem.spans()):
+            if problem.q_lens[number]:
+                assert_same_bits((out[rows], lse[rows]), call(problem.alone(number), workspace))

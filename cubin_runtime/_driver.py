@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -331,6 +332,13 @@ def _launch_attributes(cuda: ModuleType, cluster: tuple[int, int, int], pdl: boo
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 
+# The arguments that are arrays, padded to the largest rank: dims, strides, box, element strides.
+_MAX_RANK = 5
+_WALK = struct.Struct(f"={_MAX_RANK}Q{_MAX_RANK}Q{_MAX_RANK}I{_MAX_RANK}I")
+_DIMS, _STRIDES, _BOX, _STEPS = 0, 8 * _MAX_RANK, 16 * _MAX_RANK, 20 * _MAX_RANK
+
+_EncodeSpace = ctypes.c_char * (_TENSOR_MAP_ALIGNMENT + TENSOR_MAP_BYTES + _WALK.size)
+
 
 def encode_tiled(
     *,
@@ -346,28 +354,49 @@ def encode_tiled(
     doing: str,
 ) -> bytes:
     """A CUtensorMap. The strings are the ends of the driver's names, such as "BFLOAT16" and "128B"."""
-    cuda = _bindings()
-    rank = len(dims)
-    space = (ctypes.c_char * (TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()
+    refuse_after_fork()
+    rest = (0,) * (_MAX_RANK - len(dims))
+    space = _EncodeSpace()
     start = ctypes.addressof(space)
-    start += -start % _TENSOR_MAP_ALIGNMENT
+    shift = -start % _TENSOR_MAP_ALIGNMENT
+    start += shift
+    walk = start + TENSOR_MAP_BYTES
+    _WALK.pack_into(
+        space,
+        shift + TENSOR_MAP_BYTES,
+        *dims,
+        *rest,
+        *strides,
+        0,
+        *rest,
+        *box,
+        *rest,
+        *element_strides,
+        *rest,
+    )
     code = _encode_function()(
         start,
-        getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}"),
-        rank,
+        _number("CUtensorMapDataType", "DATA_TYPE", dtype),
+        len(dims),
         address,
-        (ctypes.c_uint64 * rank)(*dims),
-        (ctypes.c_uint64 * rank)(*strides),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*element_strides),
-        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
-        getattr(cuda.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{l2_promotion}"),
-        getattr(cuda.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{oob_fill}"),
+        walk + _DIMS,
+        walk + _STRIDES,
+        walk + _BOX,
+        walk + _STEPS,
+        _number("CUtensorMapInterleave", "INTERLEAVE", "NONE"),
+        _number("CUtensorMapSwizzle", "SWIZZLE", swizzle),
+        _number("CUtensorMapL2promotion", "L2_PROMOTION", l2_promotion),
+        _number("CUtensorMapFloatOOBfill", "FLOAT_OOB_FILL", oob_fill),
     )
     if code:
         raise failure("cuTensorMapEncodeTiled", code, doing)
     return ctypes.string_at(start, TENSOR_MAP_BYTES)
+
+
+@functools.cache
+def _number(enumeration: str, kind: str, name: str) -> int:
+    """Number of CU_TENSOR_MAP_<kind>_<name>."""
+    return int(getattr(getattr(_bindings(), enumeration), f"CU_TENSOR_MAP_{kind}_{name}"))
 
 
 @functools.cache
@@ -377,6 +406,6 @@ def _encode_function() -> Callable[..., int]:
     It wants the map aligned to 64 bytes, which the one that cuda.bindings allocates is not.
     """
     pointer = _call("cuGetProcAddress", b"cuTensorMapEncodeTiled", 12000, 0, doing="looking up its address")
-    array, number = ctypes.c_void_p, ctypes.c_int
-    arguments = (array, number, ctypes.c_uint32, ctypes.c_uint64, array, array, array, array, *(number,) * 4)
+    address, number = ctypes.c_size_t, ctypes.c_int
+    arguments = (address, number, ctypes.c_uint32, *(address,) * 5, *(number,) * 4)
     return ctypes.CFUNCTYPE(number, *arguments)(pointer)

@@ -72,11 +72,12 @@ def inspect(data: bytes) -> Cubin:
     """Decodes a cubin. Raises CubinFormatError, and nothing else, for bytes that are none."""
     try:
         elf = _Elf(data)
+        arch = _architecture(elf)
         constants = dict(_constants(elf))
         return Cubin(
-            arch=_architecture(elf),
+            arch=arch,
             compiler=_compiler(elf),
-            kernels={kernel.name: kernel for kernel in _kernels(elf, constants)},
+            kernels=_kernels(elf, arch, constants),
             symbols=constants,
         )
     except (struct.error, OverflowError, UnicodeDecodeError) as error:
@@ -158,6 +159,7 @@ class _Elf:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
+        self._name_bytes = 0
         header = _HEADER.unpack_from(data)
         magic, bits, order, _, self.os_abi, self.abi_version = header[:6]
         _, machine, self.version, _, _, offset, self.flags, _, _, _, entry_size, count, names = header[6:]
@@ -172,8 +174,8 @@ class _Elf:
         self.table = [
             _Section._make(_SECTION.unpack_from(data, offset + i * entry_size)) for i in range(count)
         ]
-        # Real files share a few bytes between sections. Without a bound, a crafted file whose sections
-        # all span it would take quadratic time.
+        # Sections and names of real files overlap a little. Without bounds, here and in `_string`, crafted
+        # files in which they all span the file would take quadratic time.
         if sum(section.file_size for section in self.table) > 2 * len(data):
             raise CubinFormatError(f"a damaged cubin: its sections claim more than its {len(data)} bytes")
         self.names = [self._string(self._section(names), section.name) for section in self.table]
@@ -203,6 +205,9 @@ class _Elf:
             raise CubinFormatError(
                 f"a damaged cubin: no name at {start} in a string table of {table.size} bytes"
             )
+        self._name_bytes += end - table.offset - start
+        if self._name_bytes > 2 * len(self.data):
+            raise CubinFormatError(f"a damaged cubin: its names claim more than its {len(self.data)} bytes")
         return self.data[table.offset + start : end].decode()
 
     def _symbols(self) -> Iterator[_Symbol]:
@@ -236,12 +241,14 @@ def _architecture(elf: _Elf) -> Architecture:
         )
     shift, accelerator_bit = layout
     major, minor = divmod(elf.flags >> shift & 0xFF, 10)
-    compat = {tag: payload[:1] for tag, payload in _attributes(elf.content(".nv.compat"))}
+    compat = {
+        tag: int.from_bytes(payload[:1], "little") for tag, payload in _attributes(elf.content(".nv.compat"))
+    }
     # CUDA 12 states an `a` target in the flags, CUDA 13 in `.nv.compat`.
-    if elf.flags & accelerator_bit or compat.get(_COMPAT_ACCELERATOR_TARGET) == b"\1":
+    if elf.flags & accelerator_bit or compat.get(_COMPAT_ACCELERATOR_TARGET) == 1:
         return Architecture(major, minor, "a")
     # Nothing else states an `f` target: it shows in the instructions used or in the compiler's arguments.
-    family_code = compat.get(_COMPAT_ISA_CLASS, b"\0")[0] >= _ISA_CLASS_FAMILY
+    family_code = compat.get(_COMPAT_ISA_CLASS, 0) >= _ISA_CLASS_FAMILY
     if family_code or re.search(rf"-arch[ =]sm_{major}{minor}f\b", _tool(elf).arguments):
         return Architecture(major, minor, "f")
     return Architecture(major, minor)
@@ -303,8 +310,8 @@ _THREE = struct.Struct("<3I")
 _U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
 
-# From sm_90 on the system keeps this much of each block's shared memory, and `.nv.shared.<entry>` counts it;
-# neither ptxas -v nor the driver does.
+# From sm_90 on the system keeps this much of each block's shared memory. `.nv.shared.<entry>` counts it in,
+# `ptxas -v` and the documented limits do not.
 _RESERVED_SHARED_MEMORY = 1024
 
 
@@ -321,19 +328,20 @@ def _attributes(content: bytes) -> Iterator[tuple[int, bytes]]:
             yield tag, _U16.pack(value)
 
 
-def _kernels(elf: _Elf, constants: dict[str, int]) -> Iterator[KernelFacts]:
+def _kernels(elf: _Elf, arch: Architecture, constants: dict[str, int]) -> dict[str, KernelFacts]:
+    kernels: dict[str, KernelFacts] = {}
     registers = _per_symbol(elf, _REGISTER_COUNT)
     frames = _per_symbol(elf, _FRAME_SIZE)
-    reserved = _RESERVED_SHARED_MEMORY if _architecture(elf).major >= 9 else 0
+    reserved = _RESERVED_SHARED_MEMORY if arch.major >= 9 else 0
     for symbol in elf.symbols:
         if symbol.kind != _STT_FUNC or not symbol.other & _STO_CUDA_ENTRY:
             continue
-        if symbol.number not in registers:
-            raise CubinFormatError(f"a damaged cubin: no register count for its entry {symbol.name}")
+        if symbol.number not in registers or symbol.name in kernels:
+            raise CubinFormatError(f"a damaged cubin: no register count, or two, for its entry {symbol.name}")
         info = list(_attributes(elf.content(f".nv.info.{symbol.name}")))
         shared = elf.sections.get(f".nv.shared.{symbol.name}")
         parameters, parameter_bytes = _parameter_area(symbol.name, info)
-        yield KernelFacts(
+        kernels[symbol.name] = KernelFacts(
             name=symbol.name,
             parameters=parameters,
             parameter_bytes=parameter_bytes,
@@ -344,6 +352,7 @@ def _kernels(elf: _Elf, constants: dict[str, int]) -> Iterator[KernelFacts]:
             required_threads=_block_size(info, _REQUIRED_THREADS),
             dynamic_shared_memory=constants.get(DYNAMIC_SHARED_MEMORY),
         )
+    return kernels
 
 
 def _per_symbol(elf: _Elf, wanted: int) -> dict[int, int]:

@@ -194,6 +194,23 @@ def test_sections_that_all_span_the_file_are_refused_at_once():
     assert time.perf_counter() - started < 2
 
 
+def test_names_that_all_span_the_file_are_refused_at_once():
+    count = 20_000
+    names = 64 + 64 * count
+    data = bytearray(HOPPER[:64]) + bytearray(64 * count) + b"x" * 2_000_000 + b"\0"
+    data[40:48] = (64).to_bytes(8, "little")
+    data[60:64] = count.to_bytes(2, "little") + bytes(2)
+    data[64 + 24 : 64 + 40] = names.to_bytes(8, "little") + (len(data) - names).to_bytes(8, "little")
+    with pytest.raises(CubinFormatError, match="names claim more than"):
+        inspect(bytes(data))
+
+
+def test_an_attribute_without_a_value():
+    """`.nv.compat` starts with the mark of an `a` target; a sized attribute of no bytes takes its place."""
+    position = HOPPER.index(bytes.fromhex("02090100"))
+    assert inspect(HOPPER[:position] + bytes.fromhex("04090000") + HOPPER[position + 4 :]).arch.suffix == ""
+
+
 # ---- rows ----
 
 

@@ -6,7 +6,7 @@ CUBIN_RUNTIME_MIRRORS        base URLs, http(s) or file, separated by spaces or 
 CUBIN_RUNTIME_OFFLINE        1/true/yes/on or 0/false/no/off (default: off)
 CUBIN_RUNTIME_LOCK_TIMEOUT   seconds to wait for another process's download (default: 60)
 CUBIN_RUNTIME_HTTP_TIMEOUT   seconds without an answer until a request counts as dead (default: 10)
-CUBIN_RUNTIME_LOG_LEVEL      DEBUG, INFO, WARNING, ERROR or CRITICAL (default: WARNING)
+CUBIN_RUNTIME_LOG_LEVEL      DEBUG, INFO, WARNING, ERROR or CRITICAL (default: the application's own setting)
 
 A variable that is empty counts as unset.
 """
@@ -107,7 +107,9 @@ class Settings:
     @property
     def log_level(self) -> int:
         """Level for this package's logger. A bad name is a warning, never an error."""
-        name = self._text(LOG_LEVEL).upper() or "WARNING"
+        name = self._text(LOG_LEVEL).upper()
+        if not name:
+            return logging.NOTSET
         if name not in _LOG_LEVELS:
             warn_once(f"{LOG_LEVEL} is {name!r}; expected one of {', '.join(_LOG_LEVELS)}; WARNING is used")
             return logging.WARNING

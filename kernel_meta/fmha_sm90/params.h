@@ -1,5 +1,6 @@
 // The kernel's one argument, ABI "fmha_sm90/1". cubin_runtime/families/fmha_sm90.py packs it, field by field.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 #include "common/ptx/tma.cuh"
@@ -37,5 +38,9 @@ struct Params {
   float bmm1_scale;
   float bmm2_scale;
 };
+
+static_assert(offsetof(Params, out) == 512 && offsetof(Params, out_stride_token) == 576 &&
+                  offsetof(Params, launch_tag) == 608 && offsetof(Params, bmm2_scale) == 640 && sizeof(Params) == 704,
+              "the layout is an ABI: a change needs a new name and a new packer");
 
 }  // namespace fmha

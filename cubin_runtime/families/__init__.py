@@ -1,0 +1,87 @@
+"""Kernel families: how the kernels of one kernel_meta folder are laid out, packed and launched.
+
+A family is a module here with the name of its folder. It has
+
+  workspace(problem) -> WorkspaceLayout            what the call needs, from shapes alone
+  PreparedCall(problem, kernel)                    everything that a repeated call shares
+  PreparedCall.__call__(arguments, stream, pdl)    pack and launch
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import NamedTuple, Protocol, cast
+
+import msgspec
+
+from cubin_runtime.module import LoadedKernel
+from cubin_runtime.request import DType, KernelRequest
+from cubin_runtime.workspace import WorkspaceLayout
+
+
+class TensorLayout(msgspec.Struct, frozen=True):
+    """Shape and strides (elements) of a tensor, without its address."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked call without its addresses and values: what may be prepared once and repeated."""
+
+    request: KernelRequest
+    query: TensorLayout
+    key: TensorLayout
+    value: TensorLayout
+    out: TensorLayout
+    lse_strides: tuple[int, int] | None
+    batch_size: int
+    max_q_len: int
+    window_left: int
+    """Keys left of the diagonal that a row sees; -1 = all of them."""
+
+
+class Arguments(NamedTuple):
+    """What differs between repeated calls. Addresses are device addresses, 0 = not given.
+
+    A scale is a float, or the address of a float32 on the device with the float ignored.
+    """
+
+    query: int
+    key: int
+    value: int
+    out: int
+    lse: int
+    workspace: int
+    cum_seq_lens_q: int
+    cum_seq_lens_kv: int
+    attention_sinks: int
+    bmm1_scale: float
+    bmm1_scale_pointer: int
+    bmm2_scale: float
+    bmm2_scale_pointer: int
+
+
+class PreparedCall(Protocol):
+    """A kernel ready for calls of one problem. Safe to call from several threads."""
+
+    kernel: LoadedKernel
+
+    def __call__(self, arguments: Arguments, stream: int, pdl: bool) -> None:
+        """Packs the parameters and launches into `stream`."""
+
+
+class Family(Protocol):
+    """The functions of a family's module."""
+
+    def workspace(self, problem: Problem) -> WorkspaceLayout:
+        """The scratch areas that a call needs, from its shapes alone."""
+
+    def prepare(self, problem: Problem, kernel: LoadedKernel) -> PreparedCall:
+        """Everything that repeated calls of a problem share."""
+
+
+def family(name: str) -> Family:
+    """The family called `name`, as in a row's `family` column."""
+    return cast(Family, importlib.import_module(f"cubin_runtime.families.{name}"))

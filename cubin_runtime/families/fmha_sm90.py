@@ -1,0 +1,148 @@
+"""Our Hopper kernels: parameters of kernel_meta/fmha_sm90/params.h, one launch, no preparation on the device.
+
+The kernels follow the lengths on the device, write rows that see no key themselves and take a workspace
+with any contents, so nothing here depends on the values of the lengths.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+
+from cubin_runtime.errors import TableError
+from cubin_runtime.families import Arguments, Problem, TensorLayout
+from cubin_runtime.launch import LaunchPlan, launch
+from cubin_runtime.module import LoadedKernel
+from cubin_runtime.tensormap import TiledMap
+from cubin_runtime.workspace import WorkspaceLayout
+
+ABI = "fmha_sm90/1"
+
+# struct Params behind its four tensor maps; its size is rounded up to the maps' alignment.
+SCALARS = struct.Struct("<8Q 4q I6i 2f")
+_MAP_BYTES = 128
+_MAP_ALIGNMENT = 64
+PARAMETER_BYTES = -(-(4 * _MAP_BYTES + SCALARS.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+_PADDING = bytes(PARAMETER_BYTES - 4 * _MAP_BYTES - SCALARS.size)
+
+_WARPGROUP_ROWS = 64
+_CHUNK = 64  # elements of one 128-byte swizzle span
+_TICKETS = "tile_counter"
+_MAX_MAPS = 1024
+
+# Tags tell the kernel whether the ticket counter in the workspace is of its own launch; 0 is nobody's.
+_launch_tags = itertools.count(1)
+
+
+def workspace(problem: Problem) -> WorkspaceLayout:
+    """A ticket counter. It need not be zero."""
+    return WorkspaceLayout.of(**{_TICKETS: 8})
+
+
+class FmhaSm90Call:
+    """Calls of one problem: grid, tensor maps by address, and the constant parameters."""
+
+    def __init__(self, problem: Problem, kernel: LoadedKernel) -> None:
+        if kernel.row.abi != ABI:
+            raise TableError(f"{kernel.row.name} has parameter layout {kernel.row.abi}; expected {ABI}")
+        if kernel.facts.parameter_bytes != PARAMETER_BYTES:
+            raise TableError(
+                f"{kernel.row.name} takes {kernel.facts.parameter_bytes} bytes of parameters; "
+                f"{ABI} has {PARAMETER_BYTES}"
+            )
+        self.kernel = kernel
+        tile_kv = kernel.row.tile_kv
+        self._query = _Maps("query", problem.query, _WARPGROUP_ROWS)
+        self._key = _Maps("key", problem.key, tile_kv)
+        self._value = _Maps("value", problem.value, tile_kv)
+        self._out = _Maps("out", problem.out, _WARPGROUP_ROWS)
+        self._counter_offset = workspace(problem).offset(_TICKETS)
+        self._plan = LaunchPlan(kernel, (_grid_size(problem, kernel), 1, 1))
+
+        total_q, num_heads_q, _ = problem.query.shape
+        total_kv, num_heads_kv, _ = problem.key.shape
+        self._strides = (*problem.out.strides[:2], *(problem.lse_strides or (0, 0)))
+        self._extents = (
+            problem.batch_size,
+            total_q,
+            total_kv,
+            num_heads_q,
+            num_heads_q // num_heads_kv,
+            problem.window_left,
+        )
+
+    def __call__(self, arguments: Arguments, stream: int, pdl: bool) -> None:
+        """Packs struct Params and launches."""
+        a = arguments
+        workspace = a.workspace
+        # A tensor without elements has no address, but its map must; it is never read through.
+        parameters = b"".join(
+            (
+                self._query.at(a.query or workspace),
+                self._key.at(a.key or workspace),
+                self._value.at(a.value or workspace),
+                self._out.at(a.out or workspace),
+                SCALARS.pack(
+                    a.out,
+                    a.lse,
+                    a.cum_seq_lens_q,
+                    a.cum_seq_lens_kv,
+                    a.attention_sinks,
+                    a.bmm1_scale_pointer,
+                    a.bmm2_scale_pointer,
+                    workspace + self._counter_offset,
+                    *self._strides,
+                    next(_launch_tags) % 0xFFFFFFFF + 1,
+                    *self._extents,
+                    a.bmm1_scale,
+                    a.bmm2_scale,
+                ),
+                _PADDING,
+            )
+        )
+        launch(self._plan, parameters, stream, pdl)
+
+
+prepare = FmhaSm90Call
+
+
+def _grid_size(problem: Problem, kernel: LoadedKernel) -> int:
+    """One block per multiprocessor, or fewer where there cannot be as many tiles whatever the lengths are."""
+    total_q, num_heads_q, _ = problem.query.shape
+    tile_q = kernel.row.tile_q
+    most_tiles = num_heads_q * min(total_q, -(-total_q // tile_q) + problem.batch_size)
+    return max(1, min(kernel.device.sm_count, most_tiles))
+
+
+class _Maps:
+    """The tensor map of one operand, by address: allocators hand the same addresses out again and again."""
+
+    def __init__(self, name: str, layout: TensorLayout, rows: int) -> None:
+        tokens, heads, head_dim = layout.shape
+        chunks = head_dim // _CHUNK
+        self._map = TiledMap(
+            tensor=name,
+            dtype=layout.dtype,
+            dims=(_CHUNK, max(tokens, 1), heads, chunks),
+            strides=(*_byte_strides(layout), _CHUNK * layout.dtype.bytes),
+            box=(_CHUNK, rows, 1, chunks),
+        )
+        self._encoded: dict[int, bytes] = {}
+
+    def at(self, address: int) -> bytes:
+        encoded = self._encoded.get(address)
+        if encoded is None:
+            if len(self._encoded) >= _MAX_MAPS:
+                self._encoded.clear()
+            encoded = self._encoded[address] = self._map.encode(address)
+        return encoded
+
+
+def _byte_strides(layout: TensorLayout) -> tuple[int, int]:
+    """Token and head stride. That of a dimension of size 1 may be anything, so it gets a legal value."""
+    packed = layout.shape[2] * layout.dtype.bytes
+    token, head = (
+        stride * layout.dtype.bytes if size > 1 else packed
+        for size, stride in zip(layout.shape[:2], layout.strides[:2], strict=True)
+    )
+    return token, head

@@ -1,0 +1,164 @@
+"""What can be asked and prepared without tensors: which kernel, how much workspace, loading ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cubin_runtime.errors import DriverError, InvalidArgumentError
+from cubin_runtime.request import (
+    SAGE_OFF,
+    Architecture,
+    Capability,
+    DType,
+    KernelRequest,
+    MaskType,
+)
+from cubin_runtime.selection import Selection, select
+from kernel_meta.schema import KernelRow
+
+_DEFAULT_ARCH = "sm_90a"
+
+
+def make_request(
+    *,
+    arch: str | None = None,
+    device: int | None = None,
+    dtype: str = "bf16",
+    dtype_q: str | None = None,
+    dtype_k: str | None = None,
+    dtype_v: str | None = None,
+    dtype_o: str | None = None,
+    head_dims: tuple[int, int] = (192, 128),
+    mask: str = "causal",
+    num_heads_q: int = 128,
+    num_heads_kv: int | None = None,
+    use_fp16_softmax: bool = False,
+    uses_spcompress: bool = False,
+    skips_softmax: bool = False,
+    sage_blocks: tuple[int, int, int, int] = SAGE_OFF,
+    backend: str = "trtllm-gen",
+) -> KernelRequest:
+    """A request from plain values.
+
+    arch        device to ask for, such as "sm_90a" or "10.3"; excludes `device`
+    device      device of this machine; default: 0, and where there is none, sm_90a
+    dtype       of query, key and value ("bf16", "fp16", "e4m3", "int8" or torch's names), each overridden by
+                dtype_q, dtype_k, dtype_v. The value of an int8 query is e4m3
+    dtype_o     of out; default: query's, bf16 for 8-bit queries
+    head_dims   (head_dim_qk, head_dim_v)
+    mask        "dense", "causal" or "sliding"
+    num_heads_kv  default: num_heads_q
+    sage_blocks tokens per scale of q, k, p, v
+
+    Raises InvalidArgumentError for a value that has no meaning.
+    """
+    q = DType.parse(dtype_q or dtype)
+    common = DType.parse(dtype)
+    capability, max_shared_memory = _target(arch, device)
+    try:
+        mask_type = MaskType(mask)
+    except ValueError:
+        known = ", ".join(m.value for m in MaskType)
+        raise InvalidArgumentError(f"mask is {mask!r}; expected one of {known}") from None
+    return KernelRequest(
+        capability=capability,
+        max_shared_memory=max_shared_memory,
+        backend="trtllm-gen" if backend == "trtllm-native" else backend,
+        dtype_q=q,
+        dtype_k=DType.parse(dtype_k) if dtype_k else common,
+        dtype_v=DType.parse(dtype_v) if dtype_v else DType.E4M3 if common is DType.INT8 else common,
+        dtype_o=DType.parse(dtype_o) if dtype_o else DType.BF16 if q.bytes == 1 else q,
+        head_dim_qk=head_dims[0],
+        head_dim_v=head_dims[1],
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv or num_heads_q,
+        mask_type=mask_type,
+        use_fp16_softmax=use_fp16_softmax,
+        uses_spcompress=uses_spcompress,
+        skips_softmax=skips_softmax,
+        sage_blocks=sage_blocks,
+    )
+
+
+def _target(arch: str | None, device: int | None) -> tuple[Capability, int | None]:
+    if arch is not None and device is not None:
+        raise InvalidArgumentError("arch and device are both given; expected one of them")
+    if arch is not None:
+        return Architecture.parse(arch).capability, None
+    from cubin_runtime.module import device_info
+
+    try:
+        info = device_info(device or 0)
+    except DriverError:
+        if device is not None:
+            raise
+        return Architecture.parse(_DEFAULT_ARCH).capability, None
+    return info.capability, info.max_shared_memory
+
+
+def explain(request: KernelRequest | None = None, **values: object) -> Selection:
+    """Which kernel a call would get, and every reason why not another. Needs no GPU.
+
+    Takes a KernelRequest, or the values of `make_request`. The result's `row` is None on a miss; print
+    `explain()` of it, or look through its `decisions`.
+    """
+    return select(_one_request(request, values))
+
+
+def workspace_size(
+    *,
+    batch_size: int,
+    total_q: int,
+    total_kv: int,
+    max_q_len: int,
+    return_lse: bool = False,
+    request: KernelRequest | None = None,
+    **values: object,
+) -> int:
+    """Bytes of workspace_buffer that a call needs, from its shapes alone.
+
+    total_q, total_kv   tokens of the query and key tensors
+    max_q_len           as in the call
+    request, values     as for `explain`
+
+    Raises NoKernelError where no kernel fits.
+    """
+    from cubin_runtime.families import Problem, TensorLayout, family
+
+    request = _one_request(request, values)
+    row = select(request).require()
+
+    def packed(tokens: int, heads: int, head_dim: int, dtype: DType) -> TensorLayout:
+        return TensorLayout((tokens, heads, head_dim), (heads * head_dim, head_dim, 1), dtype)
+
+    q_heads, kv_heads = request.num_heads_q, request.num_heads_kv
+    problem = Problem(
+        request=request,
+        query=packed(total_q, q_heads, request.head_dim_qk, request.dtype_q),
+        key=packed(total_kv, kv_heads, request.head_dim_qk, request.dtype_k),
+        value=packed(total_kv, kv_heads, request.head_dim_v, request.dtype_v),
+        out=packed(total_q, q_heads, request.head_dim_v, request.dtype_o),
+        lse_strides=(q_heads, 1) if return_lse else None,
+        batch_size=batch_size,
+        max_q_len=max_q_len,
+        window_left=-1,
+    )
+    return family(row.family).workspace(problem).size
+
+
+def warmup(requests: Iterable[KernelRequest], device: int = 0) -> list[KernelRow]:
+    """Fetches, verifies and loads the kernels of the requests, so that no call pays for it later.
+
+    Returns the chosen rows, in order. Raises what the first call would raise.
+    """
+    from cubin_runtime.module import load
+
+    return [load(select(request).require(), device).row for request in requests]
+
+
+def _one_request(request: KernelRequest | None, values: dict[str, object]) -> KernelRequest:
+    if request is None:
+        return make_request(**values)  # type: ignore[arg-type]  # make_request checks what it is given
+    if values:
+        raise InvalidArgumentError(f"both a request and {', '.join(sorted(values))} are given")
+    return request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -69,11 +70,11 @@ def kernel_rows(draw: st.DrawFn) -> KernelRow:
 
 
 @st.composite
-def kernel_requests(draw: st.DrawFn) -> KernelRequest:
-    """Requests over the same values as `kernel_rows`."""
+def kernel_requests(draw: st.DrawFn, capabilities: Sequence[Capability] = CAPABILITIES) -> KernelRequest:
+    """Requests over the same values as `kernel_rows`, for any device or those of `capabilities`."""
     head_dims = draw(st.sampled_from(HEAD_DIMS))
     return make_request(
-        capability=draw(st.sampled_from(CAPABILITIES)),
+        capability=draw(st.sampled_from(capabilities)),
         backend=draw(st.sampled_from(["trtllm-gen", "cute-dsl"])),
         **{f"dtype_{tensor}": draw(st.sampled_from(DType)) for tensor in "qkvo"},
         head_dim_qk=head_dims[0],

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cubin_runtime.errors import InvalidArgumentError, NoKernelError
-from cubin_runtime.request import Architecture, Capability, DType, KernelRequest, MaskType
+from cubin_runtime.request import SAGE_OFF, Architecture, Capability, DType, KernelRequest, MaskType
 from cubin_runtime.selection import FAMILIES, Selection, select
 from kernel_meta.schema import KernelRow, Resources
 from kernel_meta.tables import load_table
@@ -53,20 +53,31 @@ def answers(request: KernelRequest, row: KernelRow) -> bool:
     )
 
 
+CHANGES: dict[str, st.SearchStrategy[Any]] = {
+    "family": st.sampled_from(["fmha_sm90", "fmha_trtllm_gen", "fmha_cute_dsl"]),
+    "arch": st.sampled_from(["sm_80", "sm_90", "sm_90a", "sm_100f", "sm_100a", "sm_103a"]),
+    **{f"dtype_{tensor}": st.sampled_from(DType) for tensor in "qkvo"},
+    "head_dim_qk": st.sampled_from([128, 192, 256]),
+    "head_dim_v": st.sampled_from([128, 256]),
+    "mask_type": st.sampled_from(MaskType),
+    "fp16_softmax": st.booleans(),
+    "uses_spcompress": st.booleans(),
+    "skips_softmax": st.booleans(),
+    "sage_blocks": st.sampled_from([SAGE_OFF, (1, 16, 0, 1)]),
+    "resources": st.sampled_from([None, RESOURCES]),
+}
+
+
 @st.composite
 def near_misses(draw: st.DrawFn) -> tuple[KernelRequest, list[KernelRow]]:
-    """A request with rows that fit it or differ in few columns (independent rows would hardly ever fit)."""
-    request = draw(kernel_requests())
-    changes: dict[str, st.SearchStrategy[Any]] = {
-        "arch": st.sampled_from(["sm_80", "sm_90", "sm_90a", "sm_100f", "sm_100a", "sm_103a"]),
-        "dtype_o": st.sampled_from(DType),
-        "mask_type": st.sampled_from(MaskType),
-        "skips_softmax": st.booleans(),
-        "family": st.sampled_from(["fmha_sm90", "fmha_trtllm_gen", "fmha_cute_dsl"]),
-        "resources": st.sampled_from([None, RESOURCES]),
-    }
-    rows = draw(st.lists(st.fixed_dictionaries({}, optional=changes), max_size=8))
-    return request, [row_for(request, **changed) for changed in rows]
+    """A request with rows that fit it or differ in a column or two (random rows would hardly ever fit)."""
+    request = draw(kernel_requests([Capability(9, 0), Capability(10, 0), Capability(10, 3)]))
+    own_arch = st.sampled_from({9: ["sm_90", "sm_90a"], 10: ["sm_100", "sm_100f"]}[request.capability.major])
+    rows = []
+    for columns in draw(st.lists(st.lists(st.sampled_from(list(CHANGES)), max_size=2), max_size=6)):
+        changes = {column: draw(CHANGES[column]) for column in columns}
+        rows.append(row_for(request, **{"arch": draw(own_arch), **changes}))
+    return request, rows
 
 
 @given(near_misses())

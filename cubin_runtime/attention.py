@@ -17,7 +17,7 @@ import torch
 from cubin_runtime import arguments as checks
 from cubin_runtime.arguments import DTYPES, Call
 from cubin_runtime.families import Arguments, PreparedCall, Problem, TensorLayout, family
-from cubin_runtime.module import device_info, load
+from cubin_runtime.module import device_info, load, on_unload
 from cubin_runtime.reference import ragged_attention_reference
 from cubin_runtime.request import KernelRequest, MaskType
 from cubin_runtime.selection import select
@@ -33,6 +33,7 @@ _MAX_PREPARED = 512
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 _prepared: dict[Hashable, PreparedCall] = {}
+on_unload.append(_prepared.clear)
 
 
 def trtllm_ragged_attention_deepseek(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -127,6 +128,9 @@ class _Modules:
 
 _modules = _Modules()
 
+on_unload: list[Callable[[], None]] = []
+"""Called when kernels are about to be unloaded, and in a forked child: drops what was prepared with them."""
+
 
 def load(row: KernelRow, device: int, *, folder: str | Path | None = None) -> LoadedKernel:
     """The row's kernel, ready on the device with that ordinal; loaded on the first call.
@@ -148,9 +152,9 @@ def unload_all() -> None:
     For tests and tools. No thread may be loading or launching meanwhile, and every LoadedKernel, and every
     graph with one in it, is dead afterwards.
     """
-    global _modules
     _driver.refuse_after_fork()
-    retired, _modules = _modules, _Modules()
+    retired = _modules
+    _forget()
     for context in {kernel.context for kernel in retired.kernels.values()}:
         with _driver.pushed(context):
             _driver.synchronize()
@@ -159,9 +163,12 @@ def unload_all() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: locks may be held by threads that only the parent has, handles are the parent's."""
+    """Starts anew. In a forked child, too: locks may be held by threads that only the parent has, and
+    handles are the parent's."""
     global _modules
     _modules = _Modules()
+    for drop in on_unload:
+        drop()
 
 
 os.register_at_fork(after_in_child=_forget)

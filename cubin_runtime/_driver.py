@@ -184,6 +184,11 @@ def current_context() -> int:
     return int(context)
 
 
+def entered(context: int) -> contextlib.AbstractContextManager[None]:
+    """Makes sure that `context` is current within the block; costs little where it is already."""
+    return contextlib.nullcontext() if current_context() == context else pushed(context)
+
+
 @contextlib.contextmanager
 def pushed(context: int) -> Iterator[None]:
     """Makes `context` current within the block; the caller's stack is the same afterwards."""

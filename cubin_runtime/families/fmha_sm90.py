@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import struct
 
+from cubin_runtime import _driver
 from cubin_runtime.errors import TableError
 from cubin_runtime.families import Arguments, Problem, TensorLayout
 from cubin_runtime.launch import LaunchPlan, launch
@@ -52,10 +53,11 @@ class FmhaSm90Call:
             )
         self.kernel = kernel
         tile_kv = kernel.row.tile_kv
-        self._query = _Maps("query", problem.query, _WARPGROUP_ROWS)
-        self._key = _Maps("key", problem.key, tile_kv)
-        self._value = _Maps("value", problem.value, tile_kv)
-        self._out = _Maps("out", problem.out, _WARPGROUP_ROWS)
+        context = kernel.context
+        self._query = _Maps("query", problem.query, _WARPGROUP_ROWS, context)
+        self._key = _Maps("key", problem.key, tile_kv, context)
+        self._value = _Maps("value", problem.value, tile_kv, context)
+        self._out = _Maps("out", problem.out, _WARPGROUP_ROWS, context)
         self._counter_offset = workspace(problem).offset(_TICKETS)
         self._plan = LaunchPlan(kernel, (_grid_size(problem, kernel), 1, 1))
 
@@ -117,7 +119,7 @@ def _grid_size(problem: Problem, kernel: LoadedKernel) -> int:
 class _Maps:
     """The tensor map of one operand, by address: allocators hand the same addresses out again and again."""
 
-    def __init__(self, name: str, layout: TensorLayout, rows: int) -> None:
+    def __init__(self, name: str, layout: TensorLayout, rows: int, context: int) -> None:
         tokens, heads, head_dim = layout.shape
         chunks = head_dim // _CHUNK
         self._map = TiledMap(
@@ -127,6 +129,7 @@ class _Maps:
             strides=(*_byte_strides(layout), _CHUNK * layout.dtype.bytes),
             box=(_CHUNK, rows, 1, chunks),
         )
+        self._context = context
         self._encoded: dict[int, bytes] = {}
 
     def at(self, address: int) -> bytes:
@@ -134,7 +137,8 @@ class _Maps:
         if encoded is None:
             if len(self._encoded) >= _MAX_MAPS:
                 self._encoded.clear()
-            encoded = self._encoded[address] = self._map.encode(address)
+            with _driver.entered(self._context):  # the driver encodes for a device
+                encoded = self._encoded[address] = self._map.encode(address)
         return encoded
 
 

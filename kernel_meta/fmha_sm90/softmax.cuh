@@ -51,7 +51,9 @@ struct Softmax {
   float offset[kRowsPerThread];      // -scale * m, 0 where no key was visible yet
   float correction[kRowsPerThread];  // what O has to be multiplied by after a moved reference
 
-  __device__ __forceinline__ explicit Softmax(float scale_log2) : scale(scale_log2), slack(kSlack / scale_log2) {}
+  // The slack stays finite: a row without a reference yet, m = -inf, must outgrow it with its first visible key.
+  __device__ __forceinline__ explicit Softmax(float scale_log2)
+      : scale(scale_log2), slack(fminf(kSlack / scale_log2, __FLT_MAX__)) {}
 
   // First block of a tile: the reference is its exact maximum.
   __device__ __forceinline__ void first(Logits& s) {

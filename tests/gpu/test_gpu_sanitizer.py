@@ -24,6 +24,7 @@ def test_compute_sanitizer_finds_nothing(tool: str, device: torch.device) -> Non
             sanitizer,
             f"--tool={tool}",
             "--error-exitcode=9",
+            "--report-api-errors=no",  # cuda.bindings asks old drivers for new functions, which is no error
             "--kernel-name=kernel_substring=fmha",
             sys.executable,
             "-m",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from cubin_runtime.errors import DriverError, InvalidArgumentError
 from cubin_runtime.request import (
@@ -15,6 +16,9 @@ from cubin_runtime.request import (
 )
 from cubin_runtime.selection import Selection, select
 from kernel_meta.schema import KernelRow
+
+if TYPE_CHECKING:
+    from cubin_runtime.families import Problem
 
 _DEFAULT_ARCH = "sm_90a"
 
@@ -123,16 +127,38 @@ def workspace_size(
 
     Raises NoKernelError where no kernel fits.
     """
-    from cubin_runtime.families import Problem, TensorLayout, family
+    from cubin_runtime.families import family
 
     request = _one_request(request, values)
     row = select(request).require()
+    problem = packed_problem(
+        request,
+        batch_size=batch_size,
+        total_q=total_q,
+        total_kv=total_kv,
+        max_q_len=max_q_len,
+        return_lse=return_lse,
+    )
+    return family(row.family).workspace(problem).size
+
+
+def packed_problem(
+    request: KernelRequest,
+    *,
+    batch_size: int,
+    total_q: int,
+    total_kv: int,
+    max_q_len: int,
+    return_lse: bool = False,
+) -> Problem:
+    """The problem of a call whose tensors have these many tokens and no gaps, as far as shapes tell it."""
+    from cubin_runtime.families import Problem, TensorLayout
 
     def packed(tokens: int, heads: int, head_dim: int, dtype: DType) -> TensorLayout:
         return TensorLayout((tokens, heads, head_dim), (heads * head_dim, head_dim, 1), dtype)
 
     q_heads, kv_heads = request.num_heads_q, request.num_heads_kv
-    problem = Problem(
+    return Problem(
         request=request,
         query=packed(total_q, q_heads, request.head_dim_qk, request.dtype_q),
         key=packed(total_kv, kv_heads, request.head_dim_qk, request.dtype_k),
@@ -143,7 +169,6 @@ def workspace_size(
         max_q_len=max_q_len,
         window_left=-1,
     )
-    return family(row.family).workspace(problem).size
 
 
 def warmup(requests: Iterable[KernelRequest], device: int = 0) -> list[KernelRow]:

@@ -3,7 +3,8 @@
 A family is a module here with the name of its folder. It has
 
   workspace(problem) -> WorkspaceLayout            what the call needs, from shapes alone
-  PreparedCall(problem, kernel)                    everything that a repeated call shares
+  grid(problem, row, sm_count)                     blocks of its launch, from shapes alone
+  prepare(problem, kernel) -> PreparedCall         everything that a repeated call shares
   PreparedCall.__call__(arguments, stream, pdl)    pack and launch
 """
 
@@ -17,6 +18,7 @@ import msgspec
 from cubin_runtime.module import LoadedKernel
 from cubin_runtime.request import DType, KernelRequest
 from cubin_runtime.workspace import WorkspaceLayout
+from kernel_meta.schema import KernelRow
 
 
 class TensorLayout(msgspec.Struct, frozen=True):
@@ -77,6 +79,9 @@ class Family(Protocol):
 
     def workspace(self, problem: Problem) -> WorkspaceLayout:
         """The scratch areas that a call needs, from its shapes alone."""
+
+    def grid(self, problem: Problem, row: KernelRow, sm_count: int) -> tuple[int, int, int]:
+        """Blocks along x, y and z that a call launches on a device of `sm_count` multiprocessors."""
 
     def prepare(self, problem: Problem, kernel: LoadedKernel) -> PreparedCall:
         """Everything that repeated calls of a problem share."""

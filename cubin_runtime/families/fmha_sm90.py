@@ -16,6 +16,7 @@ from cubin_runtime.launch import LaunchPlan, launch
 from cubin_runtime.module import LoadedKernel
 from cubin_runtime.tensormap import TiledMap
 from cubin_runtime.workspace import WorkspaceLayout
+from kernel_meta.schema import KernelRow
 
 ABI = "fmha_sm90/1"
 
@@ -40,6 +41,13 @@ def workspace(problem: Problem) -> WorkspaceLayout:
     return WorkspaceLayout.of(**{_TICKETS: 8})
 
 
+def grid(problem: Problem, row: KernelRow, sm_count: int) -> tuple[int, int, int]:
+    """One block per multiprocessor, or fewer where there cannot be as many tiles whatever the lengths are."""
+    total_q, num_heads_q, _ = problem.query.shape
+    most_tiles = num_heads_q * min(total_q, -(-total_q // row.tile_q) + problem.batch_size)
+    return max(1, min(sm_count, most_tiles)), 1, 1
+
+
 class FmhaSm90Call:
     """Calls of one problem: grid, tensor maps by address, and the constant parameters."""
 
@@ -59,7 +67,7 @@ class FmhaSm90Call:
         self._value = _Maps("value", problem.value, tile_kv, context)
         self._out = _Maps("out", problem.out, _WARPGROUP_ROWS, context)
         self._counter_offset = workspace(problem).offset(_TICKETS)
-        self._plan = LaunchPlan(kernel, (_grid_size(problem, kernel), 1, 1))
+        self._plan = LaunchPlan(kernel, grid(problem, kernel.row, kernel.device.sm_count))
 
         total_q, num_heads_q, _ = problem.query.shape
         total_kv, num_heads_kv, _ = problem.key.shape
@@ -106,14 +114,6 @@ class FmhaSm90Call:
 
 
 prepare = FmhaSm90Call
-
-
-def _grid_size(problem: Problem, kernel: LoadedKernel) -> int:
-    """One block per multiprocessor, or fewer where there cannot be as many tiles whatever the lengths are."""
-    total_q, num_heads_q, _ = problem.query.shape
-    tile_q = kernel.row.tile_q
-    most_tiles = num_heads_q * min(total_q, -(-total_q // tile_q) + problem.batch_size)
-    return max(1, min(kernel.device.sm_count, most_tiles))
 
 
 class _Maps:

@@ -26,7 +26,7 @@ def test_defaults_when_unset_or_empty(empty: dict[str, str], monkeypatch: pytest
     assert settings.mirrors == ()
     assert settings.offline is False
     assert (settings.lock_timeout, settings.http_timeout) == (60.0, 10.0)
-    assert settings.log_level == logging.WARNING
+    assert settings.log_level == logging.NOTSET
 
 
 def test_values(monkeypatch: pytest.MonkeyPatch) -> None:

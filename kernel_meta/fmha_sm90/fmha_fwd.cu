@@ -17,15 +17,25 @@ extern "C" __global__ void __launch_bounds__(fmha::kThreads, 1)
   using namespace fmha;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
 
-  if (threadIdx.x == 0) init_barriers(storage());
+  // What needs no memory of the previous kernel runs under its end. The next one may start as soon as all our blocks
+  // have: it waits for our results itself, and finds no room while we fill the device.
+  ptx::grid_launch_dependents();
+  if (threadIdx.x == 0) {
+    init_barriers(storage());
+    ptx::prefetch_tensor_map(params.query_map);
+    ptx::prefetch_tensor_map(params.key_map);
+    ptx::prefetch_tensor_map(params.value_map);
+    ptx::prefetch_tensor_map(params.out_map);
+  }
   __syncthreads();
-  ptx::grid_dependency_wait();  // everything above ran under the previous kernel's end
 
   if (warpgroup == kConsumers) {
     ptx::registers_shrink_to<kProducerRegisters>();
+    ptx::grid_dependency_wait();
     run_producer(params);
   } else {
     ptx::registers_grow_to<kConsumerRegisters>();
+    ptx::grid_dependency_wait();
     const float bmm1_scale = params.bmm1_scale_pointer ? *params.bmm1_scale_pointer : params.bmm1_scale;
     const float bmm2_scale = params.bmm2_scale_pointer ? *params.bmm2_scale_pointer : params.bmm2_scale;
     Consumer(params, warpgroup, bmm1_scale, bmm2_scale).run();

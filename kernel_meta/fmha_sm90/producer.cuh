@@ -19,8 +19,6 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
   Ring<kStagesV> v_ring;
   Ring<kTileSlots> slot;
 
-  ptx::prefetch_tensor_map(params.key_map);
-  ptx::prefetch_tensor_map(params.value_map);
   for (;; slot.advance()) {
     ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
     const Tile tile = s.tiles[slot.stage];
@@ -67,7 +65,6 @@ __device__ __forceinline__ void schedule_and_load_queries(const Params& params) 
   uint32_t near_end_parity = 0;
   TileScheduler scheduler(params);
 
-  if (leader) ptx::prefetch_tensor_map(params.query_map);
   for (;; slot.advance(), near_end_parity ^= 1) {
     const Tile tile = scheduler.current();
     if (leader) {
@@ -91,7 +88,6 @@ __device__ __forceinline__ void schedule_and_load_queries(const Params& params) 
     scheduler.advance();
   }
   scheduler.finish();
-  ptx::grid_launch_dependents();
 }
 
 // One thread per consumer: sends the tiles that the consumer staged in its Q buffer, then hands the buffer on to

@@ -16,20 +16,16 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 
+from cubin_runtime import strict_yaml
 from cubin_runtime.errors import ArtifactNotFoundError, ManifestError
-
-if TYPE_CHECKING:
-    import yaml
 
 FORMAT = "1"
 FILE_NAME = "cubins_manifest.yaml"
 MAX_SIZE = 256 * 2**20  # bytes; real cubins are below a few MiB, so more is a mistake or an attack
-
-_MAX_DEPTH = 5  # document, sets, one set, files, one file
 
 # Names become parts of paths. \Z because $ would let a final newline through.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}\Z")]
@@ -64,14 +60,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Reads and checks a manifest; any content that is not one raises ManifestError."""
         artifacts: dict[str, Artifact] = {}
         try:
-            for artifact in _read_artifacts(_parse(text)):
+            for artifact in _read_artifacts(strict_yaml.parse(text)):
                 if artifact.name in artifacts:
                     raise ManifestError(
                         f"{artifact.name} is in two sets, {artifacts[artifact.name].set_name} and "
                         f"{artifact.set_name}; expected each name once"
                     )
                 artifacts[artifact.name] = artifact
-        except ManifestError as error:
+        except ValueError as error:
             raise ManifestError(f"{source}: {error}") from None
         return cls(artifacts=artifacts, source=source)
 
@@ -126,7 +122,7 @@ def _default_path() -> Path:
     return packaged if packaged.exists() else root / FILE_NAME
 
 
-def _read_artifacts(document: Any) -> Iterator[Artifact]:
+def _read_artifacts(document: object) -> Iterator[Artifact]:
     found = document.get("format") if isinstance(document, dict) else None
     if found not in (None, FORMAT):
         raise ManifestError(f"format is {found!r}, and this release reads {FORMAT}; upgrade cubin-runtime")
@@ -159,47 +155,3 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 400 else text[:400] + "..."
-
-
-def _parse(text: str | bytes) -> Any:
-    """The one document in `text` as dicts of strings.
-
-    Works on YAML's events, which is faster than yaml.load and leaves out what a manifest has no use
-    for: aliases, tags, nesting without end, repeated keys, and digests that look like numbers.
-    """
-    import yaml
-
-    try:
-        events = yaml.parse(text, Loader=yaml.CLoader if yaml.__with_libyaml__ else yaml.Loader)
-        next(events)  # the start of the stream
-        if isinstance(next(events), yaml.StreamEndEvent):
-            raise ManifestError("the file is empty")
-        document = _value(next(events), events, depth=1)
-        next(events)  # the end of the document
-        if not isinstance(next(events), yaml.StreamEndEvent):
-            raise ManifestError("the file holds more than one YAML document")
-    except (yaml.YAMLError, UnicodeError) as error:
-        raise ManifestError(f"not YAML: {error}") from None
-    return document
-
-
-def _value(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> Any:
-    import yaml
-
-    if getattr(event, "anchor", None) or getattr(event, "tag", None):
-        raise ManifestError(f"line {_line(event)} has an anchor, alias or tag; a manifest needs none")
-    if isinstance(event, yaml.ScalarEvent):
-        return event.value
-    if not isinstance(event, yaml.MappingStartEvent) or depth > _MAX_DEPTH:
-        raise ManifestError(f"line {_line(event)} starts a list or too deep a mapping; expected a value")
-    mapping: dict[str, Any] = {}
-    while not isinstance(key := next(events), yaml.MappingEndEvent):
-        name = _value(key, events, depth=_MAX_DEPTH + 1)
-        if name in mapping:
-            raise ManifestError(f"line {_line(key)} repeats the key {_short(name)}")
-        mapping[name] = _value(next(events), events, depth + 1)
-    return mapping
-
-
-def _line(event: yaml.Event) -> int:
-    return event.start_mark.line + 1 if event.start_mark else 0

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from cubin_runtime import strict_yaml
 from cubin_runtime.errors import InvalidArgumentError, TableError
 from kernel_meta.schema import KernelRow
-
-if TYPE_CHECKING:
-    import yaml
 
 TABLES_DIR = Path(__file__).parent
 
@@ -73,8 +71,8 @@ def load_table(path: Path) -> tuple[KernelRow, ...]:
 def read_table(path: Path) -> Table:
     """The table as written; raises TableError naming the file, and the line of a YAML error."""
     try:
-        return msgspec.convert(_parse_yaml(path), Table)
-    except msgspec.ValidationError as error:
+        return msgspec.convert(strict_yaml.parse(path.read_bytes()), Table)
+    except ValueError as error:  # msgspec's ValidationError is one
         raise TableError(f"{path}: {error}") from None
 
 
@@ -101,46 +99,3 @@ def _refuse_ambiguous(path: Path, rows: tuple[KernelRow, ...]) -> None:
                 f"{path}: rows {first} and {number} answer the same requests ({row.name}); "
                 f"expected them to differ in one of {', '.join(SELECTION_COLUMNS)}"
             )
-
-
-def _parse_yaml(path: Path) -> object:
-    import yaml
-
-    try:
-        # Composing in C and building values here takes half the time of SafeLoader, which resolves every
-        # scalar's type by regular expressions; msgspec knows the types anyway.
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.CBaseLoader)
-        return _plain(node)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise TableError(f"{path}: {error}") from None
-
-
-def _plain(node: yaml.Node | None) -> object:
-    import yaml
-
-    if isinstance(node, yaml.ScalarNode):
-        is_null = not node.style and node.value in ("null", "~", "")
-        return None if is_null else node.value
-    if isinstance(node, yaml.SequenceNode):
-        return [_plain(item) for item in node.value]
-    if isinstance(node, yaml.MappingNode):
-        return _plain_mapping(node)
-    return None
-
-
-def _plain_mapping(node: yaml.MappingNode) -> dict[str, object]:
-    import yaml
-
-    mapping: dict[str, object] = {}
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode) or key.value in mapping:
-            raise yaml.MarkedYAMLError(
-                "while reading a mapping",
-                node.start_mark,
-                f"found duplicate key {key.value!r}"
-                if isinstance(key, yaml.ScalarNode)
-                else "found a key that is no scalar",
-                key.start_mark,
-            )
-        mapping[key.value] = _plain(value)
-    return mapping

@@ -38,8 +38,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def _bindings() -> ModuleType:
     """cuda.bindings.driver, with the driver initialised in this process."""
     global _cuda
-    refuse_after_fork()
-    if _cuda is None:
+    if _cuda is None or _forked:
+        refuse_after_fork()
         _cuda = _initialize()
     return _cuda
 

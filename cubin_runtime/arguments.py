@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
+import msgspec
 import torch
 
 from cubin_runtime.errors import InvalidArgumentError, UnsupportedError
@@ -34,9 +35,10 @@ _EIGHT_BIT = (torch.float8_e4m3fn, torch.int8)
 
 _SAGE_QK_BLOCKS = (1, 4, 16)
 _WORKSPACE_ALIGNMENT = 16
+_INT32_MAX = 2**31 - 1
 
 
-class Call(NamedTuple):
+class Call(msgspec.Struct, frozen=True):
     """The arguments of `trtllm_ragged_attention_deepseek`, by their names and in their order."""
 
     query: torch.Tensor
@@ -75,6 +77,7 @@ def check(call: Call) -> None:
     check_backend(call.backend)
     _check_operands(call)
     _check_integers(call)
+    _check_flags(call)
     _check_lengths(call)
     _check_scale("bmm1_scale", call.bmm1_scale, call)
     _check_scale("bmm2_scale", call.bmm2_scale, call)
@@ -119,6 +122,8 @@ def _check_operands(call: Call) -> None:
             _fail(name, f"has shape {tuple(tensor.shape)}", "3 dimensions [tokens, heads, head_dim]")
         _require_device(name, tensor, call.query)
         _require_contiguous_rows(name, tensor)
+        if tensor.shape[0] > _INT32_MAX:
+            _fail(name, f"has {tensor.shape[0]} tokens", "at most 2**31 - 1")
     if call.query.device.type != "cuda" and call.backend != "reference":
         _fail(
             "query", f"is on {call.query.device}", 'a CUDA device (backend="reference" also runs on the CPU)'
@@ -151,13 +156,26 @@ def _check_integers(call: Call) -> None:
             number = operator.index(value)
         except TypeError:
             _fail(name, f"is {value!r}", "an int")
-        if not least <= number < 2**31:
+        if not least <= number <= _INT32_MAX:
             _fail(name, f"is {number}", f"{least} to 2**31 - 1")
     if call.window_left >= 0 and not call.is_causal and call.backend != "reference":
         raise UnsupportedError(
             f"window_left is {call.window_left} with is_causal=False; kernels have sliding windows for "
             'causal masks only (backend="reference" computes it)'
         )
+
+
+def _check_flags(call: Call) -> None:
+    for name in ("is_causal", "return_lse", "skip_all_rows_active_check"):
+        _require_flag(name, getattr(call, name), "a bool")
+    for name in ("enable_pdl", "use_fp16_softmax", "uses_spcompress"):
+        if getattr(call, name) is not None:
+            _require_flag(name, getattr(call, name), "a bool or None")
+
+
+def _require_flag(name: str, value: object, expected: str) -> None:
+    if not isinstance(value, int):
+        _fail(name, f"is a {type(value).__name__}", expected)
 
 
 def _check_scale(name: str, scale: object, call: Call) -> None:
@@ -277,10 +295,12 @@ def _check_workspace(call: Call) -> None:
         _fail("workspace_buffer", f"has stride {workspace.stride()}", "a contiguous tensor")
 
 
-def check_workspace_address(address: int) -> None:
-    """The kernels' scratch areas start on 16-byte boundaries."""
+def workspace_address(workspace: torch.Tensor) -> int:
+    """Where the buffer starts: on a 16-byte boundary, as the kernels' scratch areas do."""
+    address = workspace.data_ptr()
     if address % _WORKSPACE_ALIGNMENT or not address:
         _fail("workspace_buffer", f"starts at {address:#x}", f"a multiple of {_WORKSPACE_ALIGNMENT}")
+    return address
 
 
 # ---- Sage
@@ -288,6 +308,9 @@ def check_workspace_address(address: int) -> None:
 
 def _check_sage(call: Call) -> None:
     """The scales' shapes: see the formula in `trtllm_ragged_attention_deepseek`."""
+    for name in ("sage_attn_sfs", "num_elts_per_sage_attn_blk"):
+        if not isinstance(getattr(call, name), (tuple, list)):
+            _fail(name, f"is a {type(getattr(call, name)).__name__}", "a tuple of 4 (q, k, p, v)")
     blocks, scales = tuple(call.num_elts_per_sage_attn_blk), tuple(call.sage_attn_sfs)
     if len(blocks) != 4 or len(scales) != 4:
         _fail(
@@ -329,6 +352,8 @@ def _check_sage(call: Call) -> None:
 def _require_tensor(name: str, value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         _fail(name, f"is a {type(value).__name__}", "a torch.Tensor")
+    if value.layout != torch.strided:
+        _fail(name, f"has layout {value.layout}", "torch.strided")
     return value
 
 

@@ -12,7 +12,9 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Any, cast
 
+import msgspec
 import torch
+from torch import Tensor
 
 from cubin_runtime import arguments as checks
 from cubin_runtime.arguments import DTYPES, Call
@@ -29,40 +31,41 @@ if settings.log_level != logging.NOTSET:
 
 _PDL_CAPABILITY = (9, 0)
 _MAX_PREPARED = 512
+_NUMBER = (float, int)
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Result = Tensor | tuple[Tensor, Tensor]
 
 _prepared: dict[Hashable, PreparedCall] = {}
 on_unload.append(_prepared.clear)
 
 
 def trtllm_ragged_attention_deepseek(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    workspace_buffer: torch.Tensor,
-    seq_lens: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    workspace_buffer: Tensor,
+    seq_lens: Tensor,
     max_q_len: int,
     max_kv_len: int,
-    bmm1_scale: float | torch.Tensor,
-    bmm2_scale: float | torch.Tensor,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor,
     o_sf_scale: float,
     batch_size: int,
     window_left: int,
-    cum_seq_lens_q: torch.Tensor,
-    cum_seq_lens_kv: torch.Tensor,
+    cum_seq_lens_q: Tensor,
+    cum_seq_lens_kv: Tensor,
     enable_pdl: bool | None = None,
     is_causal: bool = True,
     return_lse: bool = False,
-    attention_sinks: torch.Tensor | None = None,
+    attention_sinks: Tensor | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    sage_attn_sfs: tuple[torch.Tensor | None, ...] = (None, None, None, None),
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    sage_attn_sfs: tuple[Tensor | None, ...] = (None, None, None, None),
     num_elts_per_sage_attn_blk: tuple[int, ...] = (0, 0, 0, 0),
     backend: str = "trtllm-gen",
-    q_seq_lens_cpu: torch.Tensor | None = None,
-    kv_seq_lens_cpu: torch.Tensor | None = None,
+    q_seq_lens_cpu: Tensor | None = None,
+    kv_seq_lens_cpu: Tensor | None = None,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
     skip_all_rows_active_check: bool = True,
@@ -143,14 +146,13 @@ def trtllm_ragged_attention_deepseek(
         uses_spcompress,
         skip_all_rows_active_check,
     )
-    signature = _signature(call)
-    prepared = _prepared.get(signature)
+    prepared = _find(call)
     if prepared is None:
         checks.check(call)
-        if call.backend == "reference":
+        if backend == "reference":
             return _run_reference(call)
         prepared = _prepare(call)
-        _remember(signature, prepared)
+        _remember(call, prepared)
     elif q_seq_lens_cpu is not None or kv_seq_lens_cpu is not None:
         checks.check_mirrors(call)
     return _run(call, prepared)
@@ -159,61 +161,68 @@ def trtllm_ragged_attention_deepseek(
 # ---- every call
 
 
-def _signature(call: Call) -> Hashable:
-    """What decides whether a call is valid and how it is prepared; None where an argument is no tensor."""
+def _find(call: Call) -> PreparedCall | None:
+    """What an earlier call of this signature prepared."""
     try:
-        return (
-            _layout(call.query),
-            _layout(call.key),
-            _layout(call.value),
-            _layout(call.workspace_buffer),
-            _layout(call.seq_lens),
-            _layout(call.cum_seq_lens_q),
-            _layout(call.cum_seq_lens_kv),
-            call.max_q_len,
-            call.batch_size,
-            call.window_left,
-            checks.mask_type(call.is_causal, call.window_left, call.max_kv_len),
-            _optional_layout(call.bmm1_scale),
-            _optional_layout(call.bmm2_scale),
-            _optional_layout(call.attention_sinks),
-            _optional_layout(call.out),
-            _optional_layout(call.lse),
-            call.return_lse,
-            call.skip_softmax_threshold_scale_factor,
-            call.num_elts_per_sage_attn_blk,
-            *map(_optional_layout, call.sage_attn_sfs),
-            call.backend,
-            call.use_fp16_softmax,
-            call.uses_spcompress,
-        )
-    except (AttributeError, TypeError):
-        return None
+        return _prepared.get(_signature(call))
+    except (AttributeError, TypeError, RuntimeError):
+        return None  # an argument is no tensor, cannot be hashed or has no strides: the checks say which
 
 
-def _layout(tensor: torch.Tensor) -> Hashable:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+def _signature(call: Call) -> Hashable:
+    """What decides whether a call is valid and how it is prepared.
+
+    The values of scales are not in it, and the CPU mirrors are checked on every call.
+    """
+    return (
+        _layout(call.query),
+        _layout(call.key),
+        _layout(call.value),
+        _layout(call.workspace_buffer),
+        _layout(call.seq_lens),
+        _layout(call.cum_seq_lens_q),
+        _layout(call.cum_seq_lens_kv),
+        _layout(call.attention_sinks),
+        _layout(call.out),
+        _layout(call.lse),
+        *map(_layout, call.sage_attn_sfs),
+        float if isinstance(call.bmm1_scale, _NUMBER) else _layout(call.bmm1_scale),
+        float if isinstance(call.bmm2_scale, _NUMBER) else _layout(call.bmm2_scale),
+        call.max_q_len,
+        call.max_kv_len,
+        call.batch_size,
+        call.window_left,
+        call.enable_pdl,
+        call.is_causal,
+        call.return_lse,
+        call.skip_softmax_threshold_scale_factor,
+        tuple(call.num_elts_per_sage_attn_blk),
+        call.backend,
+        call.use_fp16_softmax,
+        call.uses_spcompress,
+    )
 
 
-def _optional_layout(value: object) -> object:
-    return _layout(value) if isinstance(value, torch.Tensor) else type(value)
+def _layout(tensor: Tensor | None) -> Hashable:
+    """All of a tensor but its address and elements. CPU tensors have -1 as their device's ordinal."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
 
 
 def _run(call: Call, prepared: PreparedCall) -> Result:
-    out, lse = _results(call)
-    if call.query.shape[0]:
-        workspace = call.workspace_buffer.data_ptr()
-        checks.check_workspace_address(workspace)
+    out = _new_out(call) if call.out is None else call.out
+    lse = _new_lse(call) if call.lse is None and call.return_lse else call.lse
+    if prepared.problem.query.shape[0]:
+        sinks = call.attention_sinks
         addresses = Arguments(
             call.query.data_ptr(),
             call.key.data_ptr(),
             call.value.data_ptr(),
             out.data_ptr(),
-            _address(lse),
-            workspace,
+            0 if lse is None else lse.data_ptr(),
+            checks.workspace_address(call.workspace_buffer),
             call.cum_seq_lens_q.data_ptr(),
             call.cum_seq_lens_kv.data_ptr(),
-            _address(call.attention_sinks),
+            0 if sinks is None else sinks.data_ptr(),
             *_scale(call.bmm1_scale),
             *_scale(call.bmm2_scale),
         )
@@ -222,26 +231,21 @@ def _run(call: Call, prepared: PreparedCall) -> Result:
         device = prepared.kernel.device
         pdl = device.capability >= _PDL_CAPABILITY if call.enable_pdl is None else call.enable_pdl
         prepared(addresses, _current_stream(device.ordinal), pdl)
-    return (out, cast(torch.Tensor, lse)) if call.return_lse else out
+    return (out, cast(Tensor, lse)) if call.return_lse else out
 
 
-def _results(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out and lse: the caller's, or new ones where they are wanted."""
-    query, out, lse = call.query, call.out, call.lse
-    if out is None:
-        shape = (*query.shape[:2], call.value.shape[2])
-        out = torch.empty(shape, dtype=checks.out_dtype(query.dtype), device=query.device)
-    if lse is None and call.return_lse:
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    return out, lse
+def _new_out(call: Call) -> Tensor:
+    query = call.query
+    shape = (*query.shape[:2], call.value.shape[2])
+    return torch.empty(shape, dtype=checks.out_dtype(query.dtype), device=query.device)
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _new_lse(call: Call) -> Tensor:
+    return torch.empty(call.query.shape[:2], dtype=torch.float32, device=call.query.device)
 
 
-def _scale(scale: float | torch.Tensor) -> tuple[float, int]:
-    return (0.0, scale.data_ptr()) if isinstance(scale, torch.Tensor) else (scale, 0)
+def _scale(scale: float | Tensor) -> tuple[float, int]:
+    return (scale, 0) if isinstance(scale, _NUMBER) else (0.0, scale.data_ptr())
 
 
 def _raw_stream_function() -> Callable[[int], int]:
@@ -258,20 +262,19 @@ _current_stream = _raw_stream_function()
 
 
 def _prepare(call: Call) -> PreparedCall:
-    row = _choose(_request(call))
-    problem = _problem(call)
+    request = _request(call)
+    row = _choose(request)
+    problem = _problem(call, request)
     implementation = family(row.family)
     implementation.workspace(problem).check(call.workspace_buffer.nbytes)
     return implementation.prepare(problem, load(row, call.query.get_device()))
 
 
-def _remember(signature: Hashable, prepared: PreparedCall) -> None:
-    """Keeps a prepared call, in place of the oldest where there are too many."""
-    if signature is None:
-        return
-    while len(_prepared) >= _MAX_PREPARED:
-        _prepared.pop(next(iter(_prepared)), None)
-    _prepared[signature] = prepared
+def _remember(call: Call, prepared: PreparedCall) -> None:
+    """Keeps a prepared call; where there are too many, starts over."""
+    if len(_prepared) >= _MAX_PREPARED:
+        _prepared.clear()
+    _prepared[_signature(call)] = prepared
 
 
 @functools.lru_cache(maxsize=1024)
@@ -302,8 +305,7 @@ def _request(call: Call) -> KernelRequest:
     )
 
 
-def _problem(call: Call) -> Problem:
-    request = _request(call)
+def _problem(call: Call, request: KernelRequest) -> Problem:
     out = call.out
     if out is None:
         out = torch.empty((*call.query.shape[:2], call.value.shape[2]), dtype=_out_dtype(call), device="meta")
@@ -329,12 +331,13 @@ def _out_dtype(call: Call) -> torch.dtype:
     return checks.out_dtype(call.query.dtype) if call.out is None else call.out.dtype
 
 
-def _tensor_layout(tensor: torch.Tensor) -> TensorLayout:
+def _tensor_layout(tensor: Tensor) -> TensorLayout:
     return TensorLayout(tuple(tensor.shape), tensor.stride(), DTYPES[tensor.dtype])
 
 
 def _run_reference(call: Call) -> Result:
-    out, lse = _results(call)
+    out = call.out if call.out is not None else _new_out(call)
+    lse = call.lse if call.lse is not None or not call.return_lse else _new_lse(call)
     ragged_attention_reference(
         call.query,
         call.key,
@@ -353,23 +356,26 @@ def _run_reference(call: Call) -> Result:
         out=out,
         lse=lse,
     )
-    return (out, cast(torch.Tensor, lse)) if call.return_lse else out
+    return (out, cast(Tensor, lse)) if call.return_lse else out
 
 
 def _log_launch(call: Call, prepared: PreparedCall) -> None:
     """The call as it is about to be launched. Reads nothing from the device."""
     kernel = prepared.kernel
-    described = {
-        name: f"{tuple(value.shape)} {value.dtype} strides {value.stride()}"
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in call._asdict().items()
-    }
     logger.debug(
         "launching %s (sha256 %s, from %s) on device %d: %s",
         kernel.row.name,
         kernel.artifact.sha256,
         kernel.store,
         kernel.device.ordinal,
-        described,
+        ", ".join(f"{name}={_described(value)}" for name, value in msgspec.structs.asdict(call).items()),
     )
+
+
+def _described(value: object) -> str:
+    """An argument as text; of a tensor what is known without its elements."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)} strides {value.stride()} on {value.device}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_described, value))})"
+    return repr(value)

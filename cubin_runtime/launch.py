@@ -1,13 +1,10 @@
 """Launching: parameters in, cuLaunchKernelEx out, nothing built on the way.
 
-Each thread keeps one prepared launch per kernel, so that a launch copies the parameters, sets what differs
-from the launch before (grid, stream) and calls the driver.
+A kernel keeps a launcher for each thread, so that a launch copies the parameters, sets what differs from the
+one before (grid, stream) and calls the driver.
 """
 
 from __future__ import annotations
-
-import threading
-import weakref
 
 import msgspec
 
@@ -25,19 +22,6 @@ class LaunchPlan(msgspec.Struct, frozen=True):
     grid: tuple[int, int, int]
 
 
-class _Launchers(threading.local):
-    """Launchers of one thread, by kernel, without and with programmatic dependent launch."""
-
-    def __init__(self) -> None:
-        self.plain: weakref.WeakKeyDictionary[LoadedKernel, _driver.Launcher] = weakref.WeakKeyDictionary()
-        self.dependent: weakref.WeakKeyDictionary[LoadedKernel, _driver.Launcher] = (
-            weakref.WeakKeyDictionary()
-        )
-
-
-_launchers = _Launchers()
-
-
 def launch(plan: LaunchPlan, parameters: Buffer, stream: int, pdl: bool = False) -> None:
     """Launches the kernel into a stream of its device; returns at once.
 
@@ -51,10 +35,9 @@ def launch(plan: LaunchPlan, parameters: Buffer, stream: int, pdl: bool = False)
     """
     kernel = plan.kernel
     pdl = pdl and kernel.row.pdl
-    launchers = _launchers.dependent if pdl else _launchers.plain
-    launcher = launchers.get(kernel)
+    launcher = kernel.launchers.dependent if pdl else kernel.launchers.plain
     if launcher is None:
-        launcher = launchers[kernel] = _prepare(kernel, pdl)
+        launcher = _prepare(kernel, pdl)
     try:
         launcher.area[:] = parameters
     except ValueError:
@@ -71,7 +54,7 @@ def launch(plan: LaunchPlan, parameters: Buffer, stream: int, pdl: bool = False)
 
 
 def _prepare(kernel: LoadedKernel, pdl: bool) -> _driver.Launcher:
-    return _driver.Launcher(
+    launcher = _driver.Launcher(
         kernel.handle,
         threads=kernel.resources.threads,
         shared_memory=kernel.resources.shared_memory,
@@ -80,6 +63,11 @@ def _prepare(kernel: LoadedKernel, pdl: bool) -> _driver.Launcher:
         offsets=[parameter.offset for parameter in kernel.facts.parameters],
         parameter_bytes=kernel.facts.parameter_bytes,
     )
+    if pdl:
+        kernel.launchers.dependent = launcher
+    else:
+        kernel.launchers.plain = launcher
+    return launcher
 
 
 def _describe(plan: LaunchPlan, stream: int, pdl: bool) -> str:

@@ -40,7 +40,14 @@ class _Library(msgspec.Struct, frozen=True):
     store: str
 
 
-class LoadedKernel(msgspec.Struct, frozen=True, eq=False, weakref=True):
+class Launchers(threading.local):
+    """A thread's launchers of a kernel, without and with programmatic dependent launch; made by `launch`."""
+
+    plain: _driver.Launcher | None = None
+    dependent: _driver.Launcher | None = None
+
+
+class LoadedKernel(msgspec.Struct, frozen=True, eq=False):
     """A kernel ready to launch on one device; compared by identity, since there is one per row and device.
 
     handle     CUkernel
@@ -56,6 +63,7 @@ class LoadedKernel(msgspec.Struct, frozen=True, eq=False, weakref=True):
     device: DeviceInfo
     handle: int
     context: int
+    launchers: Launchers = msgspec.field(default_factory=Launchers)
 
 
 @functools.cache

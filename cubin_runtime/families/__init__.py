@@ -11,7 +11,7 @@ A family is a module here with the name of its folder. It has
 from __future__ import annotations
 
 import importlib
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import msgspec
 
@@ -44,7 +44,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Keys left of the diagonal that a row sees; -1 = all of them."""
 
 
-class Arguments(NamedTuple):
+class Arguments(msgspec.Struct, frozen=True):
     """What differs between repeated calls. Addresses are device addresses, 0 = not given.
 
     A scale is a float, or the address of a float32 on the device with the float ignored.
@@ -68,6 +68,7 @@ class Arguments(NamedTuple):
 class PreparedCall(Protocol):
     """A kernel ready for calls of one problem. Safe to call from several threads."""
 
+    problem: Problem
     kernel: LoadedKernel
 
     def __call__(self, arguments: Arguments, stream: int, pdl: bool) -> None:

@@ -10,7 +10,7 @@ import itertools
 import struct
 
 from cubin_runtime import _driver
-from cubin_runtime.errors import TableError
+from cubin_runtime.errors import InvalidArgumentError, TableError
 from cubin_runtime.families import Arguments, Problem, TensorLayout
 from cubin_runtime.launch import LaunchPlan, launch
 from cubin_runtime.module import LoadedKernel
@@ -20,12 +20,12 @@ from kernel_meta.schema import KernelRow
 
 ABI = "fmha_sm90/1"
 
-# struct Params behind its four tensor maps; its size is rounded up to the maps' alignment.
-SCALARS = struct.Struct("<8Q 4q I6i 2f")
-_MAP_BYTES = 128
-_MAP_ALIGNMENT = 64
-PARAMETER_BYTES = -(-(4 * _MAP_BYTES + SCALARS.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-_PADDING = bytes(PARAMETER_BYTES - 4 * _MAP_BYTES - SCALARS.size)
+# struct Params: tensor maps, pointers, strides, launch tag, extents, scales. Its size is a multiple of 64,
+# the alignment of the maps.
+_PARAMS = struct.Struct("<128s128s128s128s 8Q 32s I 24s 2f 60x")
+_STRIDES = struct.Struct("<4q")
+_EXTENTS = struct.Struct("<6i")
+PARAMETER_BYTES = _PARAMS.size
 
 _WARPGROUP_ROWS = 64
 _CHUNK = 64  # elements of one 128-byte swizzle span
@@ -59,6 +59,7 @@ class FmhaSm90Call:
                 f"{kernel.row.name} takes {kernel.facts.parameter_bytes} bytes of parameters; "
                 f"{ABI} has {PARAMETER_BYTES}"
             )
+        self.problem = problem
         self.kernel = kernel
         tile_kv = kernel.row.tile_kv
         context = kernel.context
@@ -71,8 +72,8 @@ class FmhaSm90Call:
 
         total_q, num_heads_q, _ = problem.query.shape
         total_kv, num_heads_kv, _ = problem.key.shape
-        self._strides = (*problem.out.strides[:2], *(problem.lse_strides or (0, 0)))
-        self._extents = (
+        self._strides = _STRIDES.pack(*problem.out.strides[:2], *(problem.lse_strides or (0, 0)))
+        self._extents = _EXTENTS.pack(
             problem.batch_size,
             total_q,
             total_kv,
@@ -86,40 +87,41 @@ class FmhaSm90Call:
         a = arguments
         workspace = a.workspace
         # A tensor without elements has no address, but its map must; it is never read through.
-        parameters = b"".join(
-            (
-                self._query.at(a.query or workspace),
-                self._key.at(a.key or workspace),
-                self._value.at(a.value or workspace),
-                self._out.at(a.out or workspace),
-                SCALARS.pack(
-                    a.out,
-                    a.lse,
-                    a.cum_seq_lens_q,
-                    a.cum_seq_lens_kv,
-                    a.attention_sinks,
-                    a.bmm1_scale_pointer,
-                    a.bmm2_scale_pointer,
-                    workspace + self._counter_offset,
-                    *self._strides,
-                    next(_launch_tags) % 0xFFFFFFFF + 1,
-                    *self._extents,
-                    a.bmm1_scale,
-                    a.bmm2_scale,
-                ),
-                _PADDING,
+        try:
+            parameters = _PARAMS.pack(
+                self._query[a.query or workspace],
+                self._key[a.key or workspace],
+                self._value[a.value or workspace],
+                self._out[a.out or workspace],
+                a.out,
+                a.lse,
+                a.cum_seq_lens_q,
+                a.cum_seq_lens_kv,
+                a.attention_sinks,
+                a.bmm1_scale_pointer,
+                a.bmm2_scale_pointer,
+                workspace + self._counter_offset,
+                self._strides,
+                next(_launch_tags) % 0xFFFFFFFF + 1,
+                self._extents,
+                a.bmm1_scale,
+                a.bmm2_scale,
             )
-        )
+        except OverflowError:
+            raise InvalidArgumentError(
+                f"bmm1_scale is {a.bmm1_scale} and bmm2_scale {a.bmm2_scale}; expected what a float32 can hold"
+            ) from None
         launch(self._plan, parameters, stream, pdl)
 
 
 prepare = FmhaSm90Call
 
 
-class _Maps:
-    """The tensor map of one operand, by address: allocators hand the same addresses out again and again."""
+class _Maps(dict[int, bytes]):
+    """Tensor maps of one operand, by address: allocators hand the same addresses out again and again."""
 
     def __init__(self, name: str, layout: TensorLayout, rows: int, context: int) -> None:
+        super().__init__()
         tokens, heads, head_dim = layout.shape
         chunks = head_dim // _CHUNK
         self._map = TiledMap(
@@ -130,15 +132,12 @@ class _Maps:
             box=(_CHUNK, rows, 1, chunks),
         )
         self._context = context
-        self._encoded: dict[int, bytes] = {}
 
-    def at(self, address: int) -> bytes:
-        encoded = self._encoded.get(address)
-        if encoded is None:
-            if len(self._encoded) >= _MAX_MAPS:
-                self._encoded.clear()
-            with _driver.entered(self._context):  # the driver encodes for a device
-                encoded = self._encoded[address] = self._map.encode(address)
+    def __missing__(self, address: int) -> bytes:
+        if len(self) >= _MAX_MAPS:
+            self.clear()
+        with _driver.entered(self._context):  # the driver encodes for a device
+            encoded = self[address] = self._map.encode(address)
         return encoded
 
 

@@ -68,7 +68,7 @@ static uintptr_t kernel_count, library_count;
 static void *images[MAX_KERNELS];
 static FILE *log_file;
 static int parameter_bytes, capturing, capture_invalidated;
-static pid_t owner; /* process that called cuInit; a forked child has no driver */
+static int initialized, inherited; /* a child forked after cuInit has no driver */
 
 static __thread uintptr_t stack[STACK_DEPTH];
 static __thread int depth, capture_mode;
@@ -130,8 +130,11 @@ static void read_devices(const char *spec) {
   }
 }
 
+static void after_fork_in_child(void) { inherited |= initialized, initialized = 0; }
+
 __attribute__((constructor)) static void configure(void) {
   const char *value;
+  pthread_atfork(NULL, NULL, after_fork_in_child);
   read_devices((value = getenv("CUDA_STUB_DEVICES")) ? value : "9.0:132:232448");
   if ((value = getenv("CUDA_STUB_LOG"))) log_file = fopen(value, "a");
   if ((value = getenv("CUDA_STUB_PARAMETER_BYTES"))) parameter_bytes = atoi(value);
@@ -172,7 +175,7 @@ static int current_device(void) { return (int)(current() - PRIMARY) % MAX_DEVICE
 static CUresult refused(const char *name) {
   CUresult fault = injected(name);
   if (fault) return fault;
-  return owner == getpid() ? SUCCESS : NOT_INITIALIZED;
+  return initialized ? SUCCESS : NOT_INITIALIZED;
 }
 
 static CUresult bad_device(int device) { return device < 0 || device >= device_count ? INVALID_DEVICE : SUCCESS; }
@@ -185,8 +188,8 @@ static Kernel *kernel_of(uintptr_t handle) {
 CUresult cuInit(unsigned flags) {
   CUresult result = injected("cuInit");
   if (!result && !device_count) result = NO_DEVICE;
-  if (!result && owner && owner != getpid()) result = NOT_INITIALIZED;
-  if (!result) owner = getpid();
+  if (!result && inherited) result = NOT_INITIALIZED;
+  if (!result) initialized = 1;
   RECORD(result, FIELD("\"flags\": %u", flags));
   return result;
 }

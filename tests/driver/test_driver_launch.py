@@ -223,12 +223,12 @@ def test_launchers_go_with_their_kernel(run_with_stub):
         SETUP
         + """
 import gc
-from cubin_runtime.launch import _launchers
+from cubin_runtime import _driver
 from cubin_runtime.module import unload_all
 for _ in range(3):
     launch(LaunchPlan(load(row, 0, folder=folder), (1, 1, 1)), parameters, 0)
     unload_all()
 gc.collect()
-assert len(_launchers.plain) == 0
+assert not any(isinstance(each, _driver.Launcher) for each in gc.get_objects())
 """
     )

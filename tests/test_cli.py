@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from cubin_runtime import manifest, module
-from cubin_runtime.cli.app import run
 from cubin_runtime.cli.doctor import examine
 from cubin_runtime.cubin import inspect
 from cubin_runtime.errors import DriverNotFoundError
@@ -24,43 +22,14 @@ from cubin_runtime.request import Capability, DType, KernelRequest, MaskType
 from cubin_runtime.selection import select
 from kernel_meta import tables
 from kernel_meta.schema import KernelRow, Resources
+from tests.cli_support import Result
 from tests.rows import make_row
 
 ROOT = Path(__file__).parents[1]
 CUBIN = ROOT / "tests" / "driver" / "cubins" / "facts_13.0_sm_90a.cubin"
 ENTRY = "by_value"
 
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    def call(*arguments: str) -> Result:
-        with pytest.raises(SystemExit) as caught:
-            run(list(arguments))
-        code = caught.value.code
-        assert code is None or isinstance(code, int)
-        return Result(code or 0, *capsys.readouterr())
-
-    return call
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("ARTIFACT_DIR", "MIRRORS", "OFFLINE", "LOG_LEVEL"):
-        monkeypatch.delenv(f"CUBIN_RUNTIME_{name}", raising=False)
-    monkeypatch.setenv("CUBIN_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
-    # Width and colour follow the terminal that the tests happen to run in.
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "dumb")
+pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
 @pytest.fixture
@@ -122,7 +91,7 @@ def test_help_is_fast_and_names_the_verbs() -> None:
     seconds = time.perf_counter() - start
     assert result.returncode == 0
     assert result.stderr == ""
-    for verb in ("list", "show", "explain", "verify", "doctor"):
+    for verb in ("run", "list", "show", "explain", "verify", "doctor"):
         assert f"\n  {verb} " in result.stdout
     assert seconds < 2  # 0.15 s here; torch alone would take longer than the bound
 
@@ -275,7 +244,7 @@ def test_explain_flags(cli: Callable[..., Result], flags: list[str], expected: d
         (["--sage-blocks", "1,x,0,1"], "--sage-blocks is '1,x,0,1'; expected 4 numbers"),
         (["--heads", "5", "--kv-heads", "2"], "num_heads_q is 5 and num_heads_kv 2"),
         (["--backend", "cutlass"], "expected one of 'trtllm-gen', 'cute-dsl'"),
-        (["--device", "0"], "give --arch or --device, not both"),
+        (["--device", "0"], "arch and device are both given"),
     ],
 )
 def test_explain_refuses_bad_values(cli: Callable[..., Result], flags: list[str], message: str) -> None:
@@ -305,7 +274,7 @@ def test_explain_without_a_device(cli: Callable[..., Result], monkeypatch: pytes
     monkeypatch.setattr(module, "device_info", no_driver)
     assumed = cli("explain")
     assert "compute capability 9.0" in assumed.out
-    assert assumed.err == "no device here (see `cubin-runtime doctor`); assuming sm_90a\n"
+    assert assumed.err == "no device here (see `cubin-runtime doctor`); assuming compute capability 9.0\n"
     named = cli("explain", "--device", "0")
     assert (named.code, named.out, named.err) == (1, "", "error: no driver\n")
 

@@ -10,6 +10,7 @@ import typer
 from cubin_runtime.cli.doctor import doctor
 from cubin_runtime.cli.explain import explain
 from cubin_runtime.cli.list import list_kernels
+from cubin_runtime.cli.run import run as run_batch
 from cubin_runtime.cli.show import show
 from cubin_runtime.cli.verify import verify
 from cubin_runtime.errors import CubinRuntimeError
@@ -21,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich takes longer to import than all of this
     pretty_exceptions_enable=False,
 )
+app.command("run")(run_batch)
 app.command("list")(list_kernels)
 app.command("show")(show)
 app.command("explain")(explain)

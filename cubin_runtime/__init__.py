@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cubin_runtime.errors import (
         ArtifactError,
         ArtifactNotFoundError,
+        BlockedError,
         CubinFormatError,
         CubinRuntimeError,
         DownloadError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         NoKernelError,
         OfflineError,
         SettingError,
+        SignatureError,
         StoreWriteError,
         TableError,
         UnsupportedError,
@@ -48,6 +50,7 @@ _MODULE_OF = {
 __all__ = [
     "ArtifactError",
     "ArtifactNotFoundError",
+    "BlockedError",
     "CubinFormatError",
     "CubinRuntimeError",
     "DownloadError",
@@ -61,6 +64,7 @@ __all__ = [
     "OfflineError",
     "Selection",
     "SettingError",
+    "SignatureError",
     "StoreWriteError",
     "TableError",
     "UnsupportedError",

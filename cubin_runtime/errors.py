@@ -7,6 +7,7 @@ CubinRuntimeError
   SettingError (ValueError)              a CUBIN_RUNTIME_* variable holds a bad value
   TableError (ValueError)                a kernel table is malformed
   ManifestError (ValueError)             a cubin manifest is malformed
+    SignatureError                       no trusted key has signed it
   CubinFormatError (ValueError)          a file is no cubin, or not the one its row describes
   ArtifactError (OSError)                a cubin cannot be had
     ArtifactNotFoundError                no store has it
@@ -14,6 +15,7 @@ CubinRuntimeError
     OfflineError                         it would need the network, and offline mode is on
     IntegrityError                       the bytes are not those that the manifest names
     StoreWriteError                      the cache directory cannot take it
+    BlockedError                         the block list forbids it
   DriverError (RuntimeError)             a CUDA driver call failed
     DriverNotFoundError                  there is no CUDA driver, or no usable device
 
@@ -71,6 +73,12 @@ class ManifestError(CubinRuntimeError, ValueError):
     """A cubin manifest is malformed."""
 
 
+class SignatureError(ManifestError):
+    """A manifest bears no valid signature of a trusted key."""
+
+    exit_code = 4
+
+
 class CubinFormatError(CubinRuntimeError, ValueError):
     """The bytes are no cubin, or a cubin other than its table row describes."""
 
@@ -103,6 +111,12 @@ class IntegrityError(ArtifactError):
 
 class StoreWriteError(ArtifactError):
     """The cache directory cannot take the file (read-only, full, not ours)."""
+
+
+class BlockedError(ArtifactError):
+    """The block list names the cubin; the message has the reason."""
+
+    exit_code = 3
 
 
 class DriverError(CubinRuntimeError, RuntimeError):

@@ -34,7 +34,8 @@ def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = make(
         CACHE_DIR="~/cubins",
         ARTIFACT_DIR="/a:/b b:",
-        MIRRORS="https://one/x/, http://two:8080\n file:///mnt/three//",
+        MIRRORS="https://one/x/, http://two:8080\n file:///mnt/three// s3://bucket/x/",
+        INSECURE_HOSTS="TWO",
         OFFLINE="Yes",
         LOCK_TIMEOUT="0",
         HTTP_TIMEOUT="2.5",
@@ -42,7 +43,7 @@ def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert settings.cache_dir == Path("/home/me/cubins")
     assert settings.artifact_dirs == (Path("/a"), Path("/b b"))
-    assert settings.mirrors == ("https://one/x", "http://two:8080", "file:///mnt/three")
+    assert settings.mirrors == ("https://one/x", "http://two:8080", "file:///mnt/three", "s3://bucket/x")
     assert settings.offline is True
     assert (settings.lock_timeout, settings.http_timeout) == (0.0, 2.5)
     assert settings.log_level == logging.DEBUG
@@ -76,11 +77,78 @@ def test_variables_are_read_on_each_access(monkeypatch: pytest.MonkeyPatch) -> N
         ("MIRRORS", "https://host/x?token=1", "mirrors"),
         ("MIRRORS", "file://host/x", "mirrors"),
         ("MIRRORS", "file:relative", "mirrors"),
+        ("MIRRORS", "http://host/x", "mirrors"),
+        ("CACHE_MAX_SIZE", "much", "cache_max_size"),
+        ("CACHE_MAX_SIZE", "-1", "cache_max_size"),
+        ("CACHE_MAX_SIZE", "1e9", "cache_max_size"),
+        ("CA_BUNDLE", "/absent.pem", "ca_bundle"),
+        ("TOKENS", "secret", "tokens"),
+        ("TOKENS", "host=", "tokens"),
+        ("MANIFESTS", "~no-such-user/m.yaml", "manifests"),
+        ("BLOCKLIST", "a\0b", "blocklist"),
     ],
 )
 def test_bad_value_names_the_variable(variable: str, value: str, read: str) -> None:
     with pytest.raises(SettingError, match=f"CUBIN_RUNTIME_{variable}"):
         getattr(make(**{variable: value}), read)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("TOKENS", "secret"), ("MIRRORS", "http://me:secret@host"), ("MIRRORS", "x://me:secret@host")],
+)
+def test_secrets_are_not_in_messages(variable: str, value: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        getattr(make(**{variable: value}), variable.lower())
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("1000", 1000), ("64K", 65536), ("500 MiB", 500 * 2**20), ("2g", 2**31), ("1TB", 2**40)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert make(CACHE_MAX_SIZE=text).cache_max_size == size
+
+
+@pytest.mark.parametrize(
+    ("url", "permitted"),
+    [
+        ("https://anywhere", True),
+        ("http://127.8.8.8:80/x", True),
+        ("http://[::1]/x", True),
+        ("http://localhost", True),
+        ("http://localhost.evil.org", False),
+        ("http://named", True),
+        ("http://named:81", True),
+        ("http://other:8080", True),
+        ("http://other", False),
+        ("http://sub.named", False),
+        ("http://user@named", True),
+        ("http://named@evil.org", False),
+    ],
+)
+def test_plain_http_is_for_named_hosts_and_this_machine(url: str, permitted: bool) -> None:
+    assert make(INSECURE_HOSTS="named, other:8080").permits(url) is permitted
+
+
+def test_lists_and_pairs() -> None:
+    settings = make(
+        TOKENS="Host=a=b, other:8443=c",
+        BLOCKED="aa one reason; bb another;",
+        ALLOW_BLOCKED="AA bb",
+        MANIFESTS="/a.yaml:/b.yaml",
+        TRUSTED_KEYS="/k.pem",
+        BLOCKLIST="/list",
+    )
+    assert settings.tokens == {"host": "a=b", "other:8443": "c"}
+    assert settings.blocked == ("aa one reason", "bb another")
+    assert settings.allow_blocked == {"aa", "bb"}
+    assert settings.manifests == (Path("/a.yaml"), Path("/b.yaml"))
+    assert (settings.trusted_keys, settings.blocklist) == ((Path("/k.pem"),), Path("/list"))
+    empty = make()
+    assert (empty.tokens, empty.blocked, empty.allow_blocked, empty.blocklist) == ({}, (), frozenset(), None)
+    assert (empty.cache_max_size, empty.ca_bundle, empty.manifests) == (None, None, ())
 
 
 def test_no_home_folder_is_an_error_that_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The cubin manifest: which bytes each kernel name stands for.
 
 It ships in the package and is the root of trust: whatever delivers a cubin is checked against it.
+CUBIN_RUNTIME_MANIFESTS adds private ones.
 
     format: 1
     sets:
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,10 +23,12 @@ import msgspec
 
 from cubin_runtime import strict_yaml
 from cubin_runtime.errors import ArtifactNotFoundError, ManifestError
+from cubin_runtime.settings import Settings, settings
 
 FORMAT = "1"
 FILE_NAME = "cubins_manifest.yaml"
-MAX_SIZE = 256 * 2**20  # bytes; real cubins are below a few MiB, so more is a mistake or an attack
+MAX_SIZE = 4 * 2**30  # bytes; real cubins are below a few MiB, so more is a mistake or an attack
+MAX_MANIFEST_SIZE = 64 * 2**20  # bytes; some hundred thousand cubins
 
 # Names become parts of paths. \Z because $ would let a final newline through.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}\Z")]
@@ -101,22 +104,58 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def default_manifest() -> Manifest:
-    """The manifest of the installed package or the checkout, read once per process."""
-    return load_manifest()
+    """The package's manifest with those of CUBIN_RUNTIME_MANIFESTS, read once per process."""
+    return combined(load_manifest(), *added_manifests(settings))
 
 
-def load_manifest(path: str | Path | None = None) -> Manifest:
-    """The manifest at `path` (default: the package's own); raises ManifestError if it cannot be used."""
-    path = _default_path() if path is None else Path(path)
-    try:
-        content = path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise ManifestError(f"cannot read the manifest {path}: {error}") from error
+def load_manifest(path: str | Path | None = None, trusted_keys: Sequence[Path] = ()) -> Manifest:
+    """The manifest at `path` (default: the package's own); raises ManifestError if it cannot be used.
+
+    trusted_keys    PEM files of public keys; if there are any, one must have signed it (SignatureError)
+    """
+    path = package_manifest() if path is None else Path(path)
+    content = read_manifest(path)
+    if trusted_keys:
+        from cubin_runtime.signature import check_signature
+
+        check_signature(content, path, trusted_keys)
     return Manifest.from_yaml(content, source=str(path))
 
 
-def _default_path() -> Path:
-    """A wheel carries the manifest inside kernel_meta; in a checkout it lies next to the packages."""
+def added_manifests(settings: Settings = settings) -> list[Manifest]:
+    """The manifests that CUBIN_RUNTIME_MANIFESTS names, signed if CUBIN_RUNTIME_TRUSTED_KEYS asks for it."""
+    return [load_manifest(path, settings.trusted_keys) for path in settings.manifests]
+
+
+def combined(first: Manifest, *others: Manifest) -> Manifest:
+    """One manifest of all; raises ManifestError if two give one name to different bytes."""
+    artifacts = dict(first.artifacts)
+    for other in others:
+        for name, artifact in other.artifacts.items():
+            known = artifacts.setdefault(name, artifact)
+            if known.sha256 != artifact.sha256:
+                raise ManifestError(
+                    f"{other.source}: {name} has other contents in {known.set_name} {known.version}; "
+                    "expected a name of its own"
+                )
+    source = ", ".join(manifest.source for manifest in (first, *others))
+    return Manifest(artifacts=artifacts, source=source)
+
+
+def read_manifest(path: Path) -> bytes:
+    """The content of a manifest file, of which too large a one is not read whole."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_MANIFEST_SIZE + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ManifestError(f"cannot read the manifest {path}: {error}") from error
+    if len(content) > MAX_MANIFEST_SIZE:
+        raise ManifestError(f"{path} has more than {MAX_MANIFEST_SIZE} bytes, too many for a manifest")
+    return content
+
+
+def package_manifest() -> Path:
+    """The package's own: in a wheel it lies inside kernel_meta, in a checkout next to the packages."""
     root = Path(__file__).resolve().parent.parent
     packaged = root / "kernel_meta" / FILE_NAME
     return packaged if packaged.exists() else root / FILE_NAME

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 
 from cubin_runtime import manifest as manifest_module
 from cubin_runtime.errors import ArtifactNotFoundError, ManifestError
-from cubin_runtime.manifest import MAX_SIZE, Artifact, Manifest, default_manifest, load_manifest
+from cubin_runtime.manifest import (
+    MAX_SIZE,
+    Artifact,
+    Manifest,
+    combined,
+    default_manifest,
+    load_manifest,
+)
 
 SHA = "0123456789abcdef" * 4
 
@@ -177,6 +186,42 @@ def test_load(tmp_path: Path) -> None:
         load_manifest(tmp_path / "absent.yaml")
     with pytest.raises(ManifestError, match="null byte"):
         load_manifest("a\0b")
+
+
+def test_a_huge_file_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(ManifestError, match="too many for a manifest"):
+        load_manifest(path)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    default_manifest.cache_clear()
+    yield
+    default_manifest.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_private_manifests_add_to_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = set(default_manifest().artifacts)
+    for name in ("private", "other"):
+        (tmp_path / f"{name}.yaml").write_text(document(name=name))
+    paths = [str(tmp_path / "private.yaml"), str(tmp_path / "other.yaml")]
+    monkeypatch.setenv("CUBIN_RUNTIME_MANIFESTS", ":".join(paths))
+    default_manifest.cache_clear()
+    assert set(default_manifest().artifacts) == own | {"private", "other"}
+    assert all(path in default_manifest().source for path in paths)
+
+
+def test_a_private_manifest_cannot_give_a_name_other_contents() -> None:
+    first = Manifest.from_yaml(document())
+    same = Manifest.from_yaml(document(set_name="t", version="1.0+local"), source="same.yaml")
+    assert combined(first, same).find("k") == first.find("k")
+    other = Manifest.from_yaml(document(sha256="f" * 64, set_name="t"), source="other.yaml")
+    with pytest.raises(ManifestError, match=r"other\.yaml: k has other contents in s 1\.0"):
+        combined(first, other)
 
 
 def test_the_packaged_manifest_wins_over_the_checkout(

@@ -188,10 +188,13 @@ def _check_scale(name: str, scale: object, call: Call) -> None:
 
 
 def _check_skip_factor(factor: object) -> None:
+    name = "skip_softmax_threshold_scale_factor"
     if factor is None:
         return
-    if not isinstance(factor, (int, float)) or not math.isfinite(factor) or factor < 0:
-        _fail("skip_softmax_threshold_scale_factor", f"is {factor!r}", "None or a finite float of at least 0")
+    if not isinstance(factor, (int, float)):
+        _fail(name, f"is a {type(factor).__name__}", "None or a float")
+    if not math.isfinite(factor) or factor < 0:
+        _fail(name, f"is {factor}", "a finite float of at least 0")
 
 
 # ---- lengths

@@ -75,7 +75,7 @@ def make_request(
         head_dim_qk=head_dims[0],
         head_dim_v=head_dims[1],
         num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv or num_heads_q,
+        num_heads_kv=num_heads_q if num_heads_kv is None else num_heads_kv,
         mask_type=mask_type,
         use_fp16_softmax=use_fp16_softmax,
         uses_spcompress=uses_spcompress,

@@ -109,7 +109,7 @@ class FmhaSm90Call:
             )
         except OverflowError:
             raise InvalidArgumentError(
-                f"bmm1_scale is {a.bmm1_scale} and bmm2_scale {a.bmm2_scale}; expected what a float32 can hold"
+                f"bmm1_scale is {a.bmm1_scale} and bmm2_scale is {a.bmm2_scale}; expected values of float32"
             ) from None
         launch(self._plan, parameters, stream, pdl)
 

@@ -96,6 +96,10 @@ class HttpMirror:
         """The base URL, without user and password."""
         return re.sub("//[^/]*@", "//", self._url)
 
+    def place(self, artifact: Artifact) -> str:
+        """See Store.place: the content-addressed one, without user and password."""
+        return f"{self.location}/{artifact.key}"
+
     def read(self, artifact: Artifact) -> bytes:
         """The verified bytes. Raises DownloadError with the reason, or IntegrityError for wrong bytes."""
         import requests
@@ -114,11 +118,18 @@ class HttpMirror:
                 time.sleep(max(wait, failure.pause))
 
     def _get(self, session: requests.Session, artifact: Artifact) -> bytes:
+        *others, last = artifact.paths
+        for path in others:
+            with contextlib.suppress(_MissingError):
+                return self._get_path(session, artifact, path)
+        return self._get_path(session, artifact, last)
+
+    def _get_path(self, session: requests.Session, artifact: Artifact, path: str) -> bytes:
         import requests
         import urllib3
 
         headers = {"Accept-Encoding": "identity"}
-        url = f"{self._url}/{artifact.key}"
+        url = f"{self._url}/{path}"
         try:
             with session.get(url, headers=headers, timeout=self._timeout, stream=True) as response:
                 self._check_status(response, artifact)
@@ -137,7 +148,8 @@ class HttpMirror:
         reason = f"HTTP {status} {response.reason}"
         if status in (408, 425, 429) or status >= 500:
             raise _TransientError(reason, pause=_retry_after(response))
-        raise self._error(artifact, reason)
+        error = self._error(artifact, reason)
+        raise _MissingError(str(error)) if status == 404 else error
 
     def _read_body(self, response: requests.Response, artifact: Artifact) -> bytes:
         source = f"{self.location}/{artifact.key}"
@@ -164,6 +176,10 @@ class HttpMirror:
 
     def _error(self, artifact: Artifact, reason: str) -> DownloadError:
         return DownloadError(f"{self.location}/{artifact.key}: {reason}")
+
+
+class _MissingError(DownloadError):
+    """The mirror has no file under that path."""
 
 
 class _TransientError(Exception):

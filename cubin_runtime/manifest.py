@@ -9,6 +9,9 @@ CUBIN_RUNTIME_MANIFESTS adds private ones.
         version: "0.1.0"
         files:
           fmha_sm90_sm90a_bf16: {sha256: 9f86d0..., size: 81920}
+
+A set that others publish also says where its files lie in the publisher's own layout: `path` for the set,
+`file` for each of its files. It has the name of the Python package that they come in.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254
 _Version = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+!-]{0,63}\Z")]
 _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _Size = Annotated[int, msgspec.Meta(gt=0, le=MAX_SIZE)]
+_PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}"
+_Path = Annotated[str, msgspec.Meta(pattern=rf"^({_PART}/){{1,15}}{_PART}\Z")]
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,11 +50,18 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     version: _Version
     sha256: _Sha256
     size: _Size
+    published: _Path | None = None
+    """Relative path of the file in its publisher's own layout; None = nobody else publishes it."""
 
     @property
     def key(self) -> str:
-        """Relative path of the file in every store and mirror."""
+        """Relative path of the file in every content-addressed store and mirror."""
         return f"{self.sha256[:2]}/{self.sha256}"
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Relative paths that a folder or mirror may have the file under, in the order to try them."""
+        return (self.key,) if self.published is None else (self.key, self.published)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,10 +103,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         Raises ManifestError for content that `from_yaml` would refuse.
         """
         lines = [f"format: {FORMAT}", "sets:" if self.artifacts else "sets: {}"]
-        ordered = sorted(self.artifacts.values(), key=lambda a: (a.set_name, a.version, a.name))
-        for (set_name, version), members in itertools.groupby(ordered, lambda a: (a.set_name, a.version)):
-            lines += [f"  {set_name}:", f'    version: "{version}"', "    files:"]
-            lines += [f"      {a.name}: {{sha256: {a.sha256}, size: {a.size}}}" for a in members]
+        ordered = sorted(self.artifacts.values(), key=lambda a: (*_set_of(a), a.name))
+        for (set_name, version, path), members in itertools.groupby(ordered, _set_of):
+            lines += [f"  {set_name}:", f'    version: "{version}"']
+            lines += [f"    path: {path}"] if path else []
+            lines += ["    files:", *(f"      {a.name}: {{{_file_of(a)}}}" for a in members)]
         text = "\n".join(lines) + "\n"
         # Reading it back refuses bad values, and two versions of one set as a repeated key.
         if Manifest.from_yaml(text, source="the manifest to be written").artifacts != self.artifacts:
@@ -167,15 +180,31 @@ def _read_artifacts(document: object) -> Iterator[Artifact]:
         raise ManifestError(f"format is {found!r}, and this release reads {FORMAT}; upgrade cubin-runtime")
     _, sets = _fields(document, "the document", "format", "sets")
     for set_name, content in _mapping(sets, "sets").items():
-        version, files = _fields(content, f"sets.{set_name}", "version", "files")
-        for name, file in _mapping(files, f"sets.{set_name}.files").items():
+        is_published = isinstance(content, dict) and "path" in content
+        extra = ("path", "file") if is_published else ()
+        version, files, *path = _fields(content, f"sets.{set_name}", "version", "files", *extra[:1])
+        for name, entry in _mapping(files, f"sets.{set_name}.files").items():
             where = f"sets.{set_name}.files.{name}"
-            sha256, size = _fields(file, where, "sha256", "size")
+            sha256, size, *file = _fields(entry, where, "sha256", "size", *extra[1:])
             values = {"name": name, "set_name": set_name, "version": version, "sha256": sha256, "size": size}
+            if is_published:
+                values["published"] = "/".join(f"{part or ''}" for part in (*path, *file))
             try:
                 yield msgspec.convert(values, Artifact, strict=False)
             except msgspec.ValidationError as error:
                 raise ManifestError(f"{where}: {error}; given: {_short(values)}") from None
+
+
+def _set_of(artifact: Artifact) -> tuple[str, str, str]:
+    """Name, version and path of the artifact's set."""
+    return artifact.set_name, artifact.version, (artifact.published or "").rpartition("/")[0]
+
+
+def _file_of(artifact: Artifact) -> str:
+    """What a manifest says of one file."""
+    fields = f"sha256: {artifact.sha256}, size: {artifact.size}"
+    file = (artifact.published or "").rpartition("/")[2]
+    return f"{fields}, file: {file}" if file else fields
 
 
 def _fields(value: Any, where: str, *names: str) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,11 +26,14 @@ class Store(Protocol):
 
     @property
     def name(self) -> str:
-        """folder, environment, embedded, cache or mirror."""
+        """folder, environment, embedded, package, cache or mirror."""
 
     @property
     def location(self) -> str:
         """Folder or URL."""
+
+    def place(self, artifact: Artifact) -> str:
+        """Path or URL of the file of `artifact`, or where it would be."""
 
     def read(self, artifact: Artifact) -> bytes | None:
         """The verified bytes; None if the store does not have them.
@@ -56,7 +60,7 @@ class Located(NamedTuple):
 
 
 class FolderStore:
-    """A content-addressed folder, which is only read. It need not exist."""
+    """A folder that is only read and need not exist: content-addressed, or as the set's publisher has it."""
 
     def __init__(self, name: str, path: str | Path) -> None:
         self.name = name
@@ -69,7 +73,12 @@ class FolderStore:
 
     def path(self, artifact: Artifact) -> Path:
         """Where the file of `artifact` is, or would be."""
-        return self.folder / artifact.key
+        candidates = [self.folder / relative for relative in artifact.paths]
+        return next((path for path in candidates if path.exists()), candidates[0])
+
+    def place(self, artifact: Artifact) -> str:
+        """See Store.place."""
+        return str(self.path(artifact))
 
     def read(self, artifact: Artifact) -> bytes | None:
         """See Store.read. Reads at most one byte more than the manifest promises."""
@@ -96,7 +105,7 @@ class CacheStore(FolderStore):
         and nothing else is left behind) when the folder cannot take them.
         """
         verify(artifact, data, "the data to store")
-        path = self.path(artifact)
+        path = self.folder / artifact.key
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write_atomically(path, data)
@@ -120,7 +129,8 @@ def verify(artifact: Artifact, data: bytes, source: str) -> None:
 
 
 def lookup_order(settings: Settings, artifact: Artifact, folder: str | Path | None = None) -> Iterator[Store]:
-    """The stores of this machine, most specific first: `folder`, the environment's, the package's, the cache.
+    """The stores of this machine, most specific first: `folder`, the environment's, the package's own, an
+    installed package of the set's publisher, the cache.
 
     Lazy, so that the cache's place is only worked out when nothing before it had the file.
     """
@@ -129,7 +139,16 @@ def lookup_order(settings: Settings, artifact: Artifact, folder: str | Path | No
     for path in settings.artifact_dirs:
         yield FolderStore("environment", path)
     yield FolderStore("embedded", _KERNEL_META / artifact.set_name / "cubins")
+    if artifact.published is not None:
+        yield from _installed(artifact.set_name)
     yield CacheStore(settings.cache_dir)
+
+
+def _installed(package: str) -> Iterator[FolderStore]:
+    """The folder of an installed package that publishes the set of its name. The package is not imported."""
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    for location in (spec and spec.submodule_search_locations) or ():
+        yield FolderStore("package", Path(location) / "cubins")
 
 
 def locate(artifact: Artifact, stores: Iterable[Store], attempts: list[Attempt]) -> Located | None:
@@ -143,10 +162,11 @@ def locate(artifact: Artifact, stores: Iterable[Store], attempts: list[Attempt])
         except OSError as error:
             attempts.append(Attempt(store.name, str(error), isinstance(error, IntegrityError)))
             continue
-        path = f"{store.location}/{artifact.key}"
         if data is None:
-            attempts.append(Attempt(store.name, f"no file {path}", False))
+            sought = " or ".join(f"{store.location}/{path}" for path in artifact.paths)
+            attempts.append(Attempt(store.name, f"no file {sought}", False))
             continue
+        path = store.place(artifact)
         for attempt in attempts:
             if attempt.corrupt:
                 warn_once(f"{attempt.answer}. {path} is used instead; remove or replace the wrong file")

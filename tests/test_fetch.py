@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import requests
 from http_server import Reply, ScriptedServer, serving
@@ -338,3 +339,22 @@ def test_the_system_temporary_folder_is_not_used(
     obtain(ARTIFACT, settings=make_settings(tmp_path, server.script("m", OK)))
     assert cached(tmp_path) == [ARTIFACT.key]
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(("first", "asked"), [(404, ["key", "published"]), (200, ["key"])])
+def test_a_mirror_may_have_the_publishers_layout(
+    server: ScriptedServer, tmp_path: Path, first: int, asked: list[str]
+) -> None:
+    artifact = msgspec.structs.replace(ARTIFACT, published="0a1b/fmha/k.cubin")
+    url = server.script("m", Reply(DATA, first), Reply(DATA))
+    assert obtain(artifact, settings=make_settings(tmp_path, url)).data == DATA
+    paths = {"key": f"/m/{artifact.key}", "published": "/m/0a1b/fmha/k.cubin"}
+    assert server.paths == [paths[each] for each in asked]
+
+
+def test_a_mirror_that_has_neither_layout(server: ScriptedServer, tmp_path: Path) -> None:
+    artifact = msgspec.structs.replace(ARTIFACT, published="0a1b/fmha/k.cubin")
+    url = server.script("m", Reply(status=404))
+    with pytest.raises(DownloadError, match="404"):
+        obtain(artifact, settings=make_settings(tmp_path, url))
+    assert len(server.paths) == 2

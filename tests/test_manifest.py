@@ -239,3 +239,45 @@ def test_the_packaged_manifest_wins_over_the_checkout(
         assert default_manifest() is default_manifest()
     finally:
         default_manifest.cache_clear()
+
+
+def published(path: str = "0a1b/fmha", file: str = "K.cubin") -> str:
+    return (
+        f"format: 1\nsets:\n  release:\n    version: 0.6.13\n    path: {path}\n    files:\n"
+        f"      k: {{sha256: {SHA}, size: 9, file: {file}}}\n"
+    )
+
+
+def test_a_published_set_says_where_its_files_lie() -> None:
+    manifest = Manifest.from_yaml(published())
+    found = manifest.find("k")
+    assert found.published == "0a1b/fmha/K.cubin"
+    assert found.paths == (f"01/{SHA}", "0a1b/fmha/K.cubin")
+    assert Manifest.from_yaml(manifest.to_yaml()).artifacts == manifest.artifacts
+
+
+@pytest.mark.parametrize(
+    ("path", "file"),
+    [
+        ("..", "K"),
+        ("a/../b", "K"),
+        ("/a", "K"),
+        ("a//b", "K"),
+        ("a", "../K"),
+        ("a", "b/../../K"),
+        ("a", ".K"),
+        ("a", ""),
+        ("", "K"),
+        ("a", "[K]"),
+        ("a\\b", "K"),
+    ],
+)
+def test_a_published_path_stays_below_its_folder(path: str, file: str) -> None:
+    with pytest.raises(ManifestError):
+        Manifest.from_yaml(published(path, file))
+
+
+@pytest.mark.parametrize("missing", ["    path: 0a1b/fmha\n", ", file: K.cubin"])
+def test_path_and_file_come_together(missing: str) -> None:
+    with pytest.raises(ManifestError, match="expected"):
+        Manifest.from_yaml(published().replace(missing, ""))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cubin_runtime.errors import IntegrityError, StoreWriteError
@@ -237,3 +238,50 @@ def test_reading_a_warm_cache_writes_nothing(tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
     assert cache.read(ARTIFACT) == DATA
     assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]} == before
+
+
+PUBLISHED = msgspec.structs.replace(ARTIFACT, set_name="some_release", published="0a1b/fmha/k.cubin")
+
+
+def publish(folder: Path, data: bytes = DATA) -> Path:
+    path = folder / "0a1b/fmha/k.cubin"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    return path
+
+
+def test_a_folder_may_have_the_publishers_layout(tmp_path: Path) -> None:
+    path = publish(tmp_path)
+    store = FolderStore("folder", tmp_path)
+    assert store.read(PUBLISHED) == DATA
+    assert store.place(PUBLISHED) == str(path)
+    assert store.read(ARTIFACT) is None
+    path.write_bytes(DATA[:-1])
+    with pytest.raises(IntegrityError, match=r"k\.cubin is not k"):
+        store.read(PUBLISHED)
+
+
+def test_an_installed_package_is_a_store_and_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "some_release"
+    path = publish(package / "cubins")
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = Settings({"CUBIN_RUNTIME_CACHE_DIR": str(tmp_path / "cache")})
+    found = locate(PUBLISHED, lookup_order(settings, PUBLISHED), [])
+    assert found is not None
+    assert (found.store, found.path) == ("package", str(path))
+    names = [store.name for store in lookup_order(settings, PUBLISHED)]
+    assert names == ["embedded", "package", "cache"]
+
+
+@pytest.mark.parametrize("name", ["no_such_release_anywhere", "not.a.package", "os"])
+def test_without_the_package_there_is_no_such_store(tmp_path: Path, name: str) -> None:
+    artifact = msgspec.structs.replace(PUBLISHED, set_name=name)
+    settings = Settings({"CUBIN_RUNTIME_CACHE_DIR": str(tmp_path)})
+    assert [store.name for store in lookup_order(settings, artifact)] == ["embedded", "cache"]
+
+
+def test_the_cache_keeps_published_files_by_content(tmp_path: Path) -> None:
+    assert CacheStore(tmp_path).write(PUBLISHED, DATA) == tmp_path / ARTIFACT.key

@@ -26,7 +26,7 @@ def copies(artifact: Artifact, row: KernelRow, settings: Settings = settings) ->
     """The state of `artifact` in each store, in the order in which a call asks them."""
     found = []
     for store in lookup_order(settings, artifact):
-        path = f"{store.location}/{artifact.key}"
+        path = store.place(artifact)
         try:
             data = store.read(artifact)
             if data is not None:

@@ -121,6 +121,18 @@ def test_our_errors_are_one_line(cli: Callable[..., Result]) -> None:
     assert len(result.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(("level", "expected"), [("", "30"), ("debug", "10")])
+def test_log_lines_are_warnings_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, level: str, expected: str
+) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_LOG_LEVEL", level)
+    code = (
+        "import atexit, logging\nlogger = logging.getLogger('cubin_runtime')\n"
+        "atexit.register(lambda: print(logger.getEffectiveLevel()))"
+    )
+    assert process("list", code=code).stdout.splitlines()[-1] == expected
+
+
 # ---- list and show ----
 
 

@@ -32,9 +32,10 @@ app.command("doctor")(doctor)
 
 def run(arguments: list[str] | None = None) -> None:
     """Runs one command (default: the process's arguments); ends in SystemExit with its code."""
-    from cubin_runtime.settings import settings
+    from cubin_runtime.settings import logger, settings
 
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=settings.log_level)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logger.setLevel(settings.log_level)
     try:
         app(args=arguments, prog_name="cubin-runtime")
     except CubinRuntimeError as error:

@@ -39,7 +39,9 @@ def test_launched_timed_and_right(cli: Callable[..., Result], device: torch.devi
 
 
 def test_text(cli: Callable[..., Result], device: torch.device) -> None:
-    lines = cli("run", "--q-lens", "1,700").out.splitlines()
+    result = cli("run", "--q-lens", "1,700")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
     labels = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert labels == [
         *("batch", "request", "kernel", "why", "cubin", "verified", "launch", "time", "rate", "error")

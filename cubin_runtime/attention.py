@@ -148,12 +148,8 @@ def trtllm_ragged_attention_deepseek(
     )
     prepared = _find(call)
     if prepared is None:
-        checks.check(call)
-        if backend == "reference":
-            return _run_reference(call)
-        prepared = _prepare(call)
-        _remember(call, prepared)
-    elif q_seq_lens_cpu is not None or kv_seq_lens_cpu is not None:
+        return _first_call(call)
+    if q_seq_lens_cpu is not None or kv_seq_lens_cpu is not None:
         checks.check_mirrors(call)
     return _run(call, prepared)
 
@@ -259,6 +255,16 @@ _current_stream = _raw_stream_function()
 
 
 # ---- the first call of a signature
+
+
+def _first_call(call: Call) -> Result:
+    checks.check(call)
+    if call.backend == "reference":
+        return _run_reference(call)
+    prepared = _prepare(call)
+    result = _run(call, prepared)
+    _remember(call, prepared)  # now that it has passed the checks of addresses and of the driver, too
+    return result
 
 
 def _prepare(call: Call) -> PreparedCall:

@@ -50,7 +50,18 @@ def stub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_with_stub(stub_folder: Path, tmp_path: Path) -> Callable[..., StubRun]:
-    """A function that runs code on the stub.
+    """`make_runner` for one test."""
+    return make_runner(stub_folder, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def run_once_with_stub(stub_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StubRun]:
+    """`make_runner` for fixtures that several tests look at: a process with torch takes seconds to start."""
+    return make_runner(stub_folder, tmp_path_factory.mktemp("runs"))
+
+
+def make_runner(stub_folder: Path, folder: Path) -> Callable[..., StubRun]:
+    """A function that runs code on the stub; logs and caches go into `folder`.
 
     code             Python source; may import `stub_support`, which has a row and its cubin
     devices          one "major.minor:SMs:opt-in shared memory" per physical device; CUDA_VISIBLE_DEVICES is
@@ -71,7 +82,7 @@ def run_with_stub(stub_folder: Path, tmp_path: Path) -> Callable[..., StubRun]:
         env: Mapping[str, str] | None = None,
         check: bool = True,
     ) -> StubRun:
-        log = tmp_path / f"calls-{len(list(tmp_path.iterdir()))}.jsonl"
+        log = folder / f"calls-{len(list(folder.iterdir()))}.jsonl"
         environment = {
             **os.environ,
             "LD_LIBRARY_PATH": str(stub_folder),
@@ -81,7 +92,7 @@ def run_with_stub(stub_folder: Path, tmp_path: Path) -> Callable[..., StubRun]:
             "CUDA_STUB_PARAMETER_BYTES": str(parameter_bytes),
             "CUDA_STUB_LOG": str(log),
             "CUBIN_RUNTIME_OFFLINE": "1",
-            "CUBIN_RUNTIME_CACHE_DIR": str(tmp_path / "cache"),
+            "CUBIN_RUNTIME_CACHE_DIR": str(folder / "cache"),
             **(env or {}),
         }
         process = subprocess.run(

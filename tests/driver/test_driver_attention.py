@@ -1,0 +1,648 @@
+"""The whole public call on the stub driver: every byte that a kernel gets, and what a call leaves alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+KERNEL_META = Path(__file__).parents[2] / "kernel_meta"
+STREAM = 100  # + the device's ordinal
+
+SETUP = f"""
+import torch
+from cuda_tensors import CudaTensor, cuda_call
+from stub_support import fail, stub
+from cubin_runtime import attention
+from cubin_runtime import trtllm_ragged_attention_deepseek as attend
+attention._current_stream = lambda device: {STREAM} + device
+"""
+
+# Arguments of `cuda_call`. "causal" has lengths (300, 20) and (400, 50), 4 heads over 2, dims (192, 128).
+CALLS = {
+    "causal": "",
+    "dense": "is_causal=False",
+    "sliding": "window_left=100",
+    "window that hides one key": "window_left=398",
+    "window over the longest row": "window_left=399",
+    "window beyond": "window_left=2**31 - 1",
+    "fp16": "dtype=torch.float16",
+    "head dims 128": "head_dims=(128, 128)",
+    "head dims 256": "head_dims=(256, 256)",
+    "tensor scales": "bmm1_scale=CudaTensor((), torch.float32), bmm2_scale=CudaTensor((1,), torch.float32)",
+    "one tensor scale": "bmm2_scale=CudaTensor((1, 1), torch.float32)",
+    "int scale": "bmm1_scale=3",
+    "sinks": "attention_sinks=CudaTensor((4,), torch.float32)",
+    "no lse": "lse=None",
+    "lse transposed": "lse=CudaTensor((320, 4), torch.float32, strides=(1, 320))",
+    "out strided": "out=CudaTensor((320, 4, 128), strides=(1024, 256, 1))",
+    "key and value in one buffer": (
+        "key=CudaTensor((450, 2, 192), strides=(640, 320, 1), address=1 << 50), "
+        "value=CudaTensor((450, 2, 128), strides=(640, 320, 1), address=(1 << 50) + 384)"
+    ),
+    "heads outermost": "query=CudaTensor((320, 4, 192), strides=(192, 320 * 192, 1))",
+    "expanded key": "key=CudaTensor((450, 2, 192), strides=(0, 192, 1))",
+    "one token of any stride": (
+        "[1], [1], query=CudaTensor((1, 4, 192), strides=(1, 192, 1)), "
+        "key=CudaTensor((1, 2, 192), strides=(0, 192, 1)), out=CudaTensor((1, 4, 128), strides=(3, 128, 1))"
+    ),
+    "one head of any stride": (
+        "heads=(1, 1), key=CudaTensor((450, 1, 192), strides=(192, 1, 1)), "
+        "value=CudaTensor((450, 1, 128), strides=(128, 77, 1))"
+    ),
+    "no keys": "[3], [0]",
+    "dependent launch": "enable_pdl=True",
+    "no dependent launch": "enable_pdl=False",
+    "one tile": "[1], [1], heads=(1, 1)",
+    "few tiles": "[128, 3], [128, 3], heads=(2, 1)",
+    "many tiles": "[4096], [4096], heads=(128, 128)",
+    "many sequences": "[1] * 3000, [7] * 3000",
+    **{f"{tokens} keys": f"[1, 1], [{tokens}, 1], heads=(128, 128)" for tokens in (87_381, 87_382, 174_763)},
+    "131072 queries": "[131072], [131072], heads=(128, 128)",
+}
+
+SLIDING = {"sliding": 100, "window that hides one key": 398}
+
+
+class Launch(NamedTuple):
+    """One call: its arguments by name, the launch as the stub logged it, and the maps encoded for it."""
+
+    arguments: dict[str, Any]
+    call: dict[str, Any]
+    maps: list[dict[str, Any]]
+
+    @property
+    def parameters(self) -> bytes:
+        return bytes.fromhex(self.call["parameters"])
+
+
+DESCRIBE = """
+def describe(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    return {"address": value.data_ptr(), "shape": list(value.shape), "strides": list(value.stride())}
+"""
+
+
+@pytest.fixture(scope="module")
+def launches(run_once_with_stub: Callable[..., Any]) -> dict[str, Launch]:
+    """Every call of CALLS, made by one process."""
+    calls = "".join(f"    {name!r}: cuda_call({arguments}),\n" for name, arguments in CALLS.items())
+    run = run_once_with_stub(
+        SETUP
+        + DESCRIBE
+        + f"""
+import json
+calls = {{
+{calls}}}
+for name, arguments in calls.items():
+    assert attend(**arguments) is arguments["out"], name
+print(json.dumps({{name: {{n: describe(v) for n, v in call.items()}} for name, call in calls.items()}}))
+""",
+        parameter_bytes=_params()[1],
+    )
+    arguments = json.loads(run.stdout)
+    found = {}
+    maps: list[dict[str, Any]] = []
+    names = iter(CALLS)
+    for call in run.named("cuTensorMapEncodeTiled", "cuLaunchKernelEx"):
+        if call["call"] == "cuTensorMapEncodeTiled":
+            maps.append(call)
+        else:
+            name = next(names)
+            found[name] = Launch(arguments[name], call, maps)
+            maps = []
+    assert list(found) == list(CALLS)
+    return found
+
+
+# ---- struct Params, read from the kernel's own header
+
+_TYPES = {"int64_t": "q", "int32_t": "i", "uint32_t": "I", "float": "f", "ptx::TensorMap": "128s"}
+
+
+def _params() -> tuple[dict[str, tuple[int, str]], int]:
+    """Offset and format of every field of struct Params, and its size, by the layout rules of C++."""
+    header = (KERNEL_META / "fmha_sm90" / "params.h").read_text()
+    match = re.search(r"struct Params \{(.*?)\n\};", header, re.DOTALL)
+    assert match
+    fields = {}
+    offset = 0
+    for kind, name in re.findall(r"^\s*([\w:][\w: ]*\*?) (\w+);", match[1], re.MULTILINE):
+        form = "Q" if kind.endswith("*") else _TYPES[kind]
+        size = struct.calcsize(f"<{form}")
+        alignment = 64 if form == "128s" else size
+        offset = -(-offset // alignment) * alignment
+        fields[name] = (offset, form)
+        offset += size
+    return fields, -(-offset // 64) * 64
+
+
+def _decode(parameters: bytes) -> dict[str, Any]:
+    fields, _ = _params()
+    return {name: struct.unpack_from(f"<{form}", parameters, at)[0] for name, (at, form) in fields.items()}
+
+
+def test_the_header_has_the_offsets_that_it_asserts() -> None:
+    fields, size = _params()
+    header = (KERNEL_META / "fmha_sm90" / "params.h").read_text()
+    asserted = re.findall(r"offsetof\(Params, (\w+)\) == (\d+)", header)
+    assert len(asserted) > 2
+    assert [(name, str(fields[name][0])) for name, _ in asserted] == asserted
+    assert f"sizeof(Params) == {size}," in header
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_byte_of_the_parameters(launches: dict[str, Launch], name: str) -> None:
+    launch = launches[name]
+    a = launch.arguments
+    given = _decode(launch.parameters)
+    tag = given.pop("launch_tag")
+    for operand in ("query", "key", "value", "out"):
+        given.pop(f"{operand}_map")  # see the next test
+    assert 0 < tag < 2**32
+    sinks, lse, out = a.get("attention_sinks"), a["lse"], a["out"]
+    scales = {scale: a[scale] for scale in ("bmm1_scale", "bmm2_scale")}
+    pointers = {scale: s["address"] for scale, s in scales.items() if isinstance(s, dict)}
+    assert given == {
+        "out": out["address"],
+        "lse": lse["address"] if lse else 0,
+        "cum_seq_lens_q": a["cum_seq_lens_q"]["address"],
+        "cum_seq_lens_kv": a["cum_seq_lens_kv"]["address"],
+        "attention_sinks": sinks["address"] if sinks else 0,
+        "bmm1_scale_pointer": pointers.get("bmm1_scale", 0),
+        "bmm2_scale_pointer": pointers.get("bmm2_scale", 0),
+        "tile_counter": a["workspace_buffer"]["address"],
+        "out_stride_token": out["strides"][0],
+        "out_stride_head": out["strides"][1],
+        "lse_stride_token": lse["strides"][0] if lse else 0,
+        "lse_stride_head": lse["strides"][1] if lse else 0,
+        "batch_size": a["batch_size"],
+        "total_q": a["query"]["shape"][0],
+        "total_kv": a["key"]["shape"][0],
+        "num_heads_q": a["query"]["shape"][1],
+        "heads_per_kv_head": a["query"]["shape"][1] // a["key"]["shape"][1],
+        "window_left": SLIDING.get(name, -1),
+        "bmm1_scale": 0.0 if "bmm1_scale" in pointers else scales["bmm1_scale"],
+        "bmm2_scale": 0.0 if "bmm2_scale" in pointers else scales["bmm2_scale"],
+    }
+    fields, size = _params()
+    used = max(offset + struct.calcsize(f"<{form}") for offset, form in fields.values())
+    assert launch.parameters[used:] == bytes(size - used)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tensor_maps(launches: dict[str, Launch], name: str) -> None:
+    launch = launches[name]
+    tile = re.search(r"_t(\d+)x(\d+)_", launch.call["kernel"])
+    assert tile
+    given = _decode(launch.parameters)
+    for number, operand in enumerate(("query", "key", "value", "out")):
+        tensor = launch.arguments[operand]
+        tokens, heads, head_dim = tensor["shape"]
+        token_stride, head_stride, _ = (2 * stride for stride in tensor["strides"])
+        rows = int(tile[2]) if operand in ("key", "value") else 64
+        encoded = launch.maps[number]
+        assert encoded["address"] == (tensor["address"] or launch.arguments["workspace_buffer"]["address"])
+        assert encoded["dims"] == [64, max(tokens, 1), heads, head_dim // 64]
+        assert encoded["box"] == [64, rows, 1, head_dim // 64]
+        assert encoded["strides"] == [
+            token_stride if tokens > 1 else 2 * head_dim,
+            head_stride if heads > 1 else 2 * head_dim,
+            128,
+        ]
+        # Numbers of cuda.h: FLOAT16 6, BFLOAT16 9; no interleave, SWIZZLE_128B 3, L2_256B 3, zeros outside.
+        assert encoded["dtype"] == (6 if name == "fp16" else 9)
+        options = ("interleave", "swizzle", "l2_promotion", "oob_fill", "element_strides")
+        assert [encoded[option] for option in options] == [0, 3, 3, 0, [1, 1, 1, 1]]
+        words = struct.unpack_from("<2IQ", given[f"{operand}_map"])  # the stub begins its maps with these
+        assert words == (encoded["dtype"], 4, encoded["address"])
+    assert len(launch.maps) == 4
+
+
+@pytest.mark.parametrize("tokens", [87_382, 174_763])
+def test_the_large_calls_pass_2_to_the_31_elements(launches: dict[str, Launch], tokens: int) -> None:
+    key = launches[f"{tokens} keys"].maps[1]
+    last = (key["dims"][1] - 1) * key["strides"][0] // 2
+    assert last >= 2**31 * (1 if tokens < 100_000 else 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("causal", "causal"),
+        ("dense", "dense"),
+        ("sliding", "sliding"),
+        ("window that hides one key", "sliding"),
+        ("window over the longest row", "causal"),
+        ("window beyond", "causal"),
+    ],
+)
+def test_mask_of_the_kernel(launches: dict[str, Launch], name: str, mask: str) -> None:
+    assert f"_h192x128_{mask}_" in launches[name].call["kernel"]
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("fp16", "fp16_fp16_fp16_fp16_h192x128"), ("head dims 128", "h128x128"), ("head dims 256", "h256x256")],
+)
+def test_dtype_and_head_dims_of_the_kernel(launches: dict[str, Launch], name: str, columns: str) -> None:
+    assert f"_{columns}_causal_" in launches[name].call["kernel"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_grid_block_memory_and_stream(launches: dict[str, Launch], name: str) -> None:
+    from kernel_meta.tables import find_row
+
+    launch = launches[name]
+    row = find_row(launch.call["kernel"])
+    tokens, heads, _ = launch.arguments["query"]["shape"]
+    most_tiles = heads * min(tokens, -(-tokens // row.tile_q) + launch.arguments["batch_size"])
+    assert launch.call["grid"] == [min(132, most_tiles), 1, 1]
+    assert row.resources is not None
+    assert launch.call["block"] == [row.resources.threads, 1, 1]
+    assert launch.call["shared"] == row.resources.shared_memory
+    assert launch.call["stream"] == STREAM
+    assert (launch.call.get("pdl", False), "cluster" in launch.call) == (name != "no dependent launch", False)
+
+
+# ---- repeated calls
+
+
+def test_a_repeated_call_only_launches(run_with_stub: Callable[..., Any]) -> None:
+    """Two driver calls, another tag each time, the values of this call's scales."""
+    run = run_with_stub(
+        SETUP
+        + """
+from cubin_runtime import _driver
+arguments = cuda_call()
+attend(**arguments)
+with _driver.pushed(_driver.retain_primary_context(0)):
+    for scale in (1.0, 2.0, 3):
+        attend(**{**arguments, "bmm1_scale": scale})
+""",
+        parameter_bytes=704,
+    )
+    assert [call["call"] for call in run.calls[-7:-1]] == ["cuCtxGetCurrent", "cuLaunchKernelEx"] * 3
+    launches = [_decode(bytes.fromhex(call["parameters"])) for call in run.named("cuLaunchKernelEx")]
+    assert [launch.pop("bmm1_scale") for launch in launches] == [0.125, 1.0, 2.0, 3.0]
+    tags = [launch.pop("launch_tag") for launch in launches]
+    assert len(set(tags)) == 4
+    assert all(launch == launches[0] for launch in launches)
+
+
+def test_a_tag_is_never_zero(run_with_stub: Callable[..., Any]) -> None:
+    run = run_with_stub(
+        SETUP
+        + """
+import itertools
+from cubin_runtime.families import fmha_sm90
+fmha_sm90._launch_tags = itertools.count(2**32 - 4)
+arguments = cuda_call()
+for _ in range(6):
+    attend(**arguments)
+""",
+        parameter_bytes=704,
+    )
+    tags = [_decode(bytes.fromhex(c["parameters"]))["launch_tag"] for c in run.named("cuLaunchKernelEx")]
+    assert 0 not in tags
+    assert len(set(tags)) == 6
+
+
+def test_caches_are_bounded(run_with_stub: Callable[..., Any]) -> None:
+    run = run_with_stub(
+        SETUP
+        + """
+from cubin_runtime.families import fmha_sm90
+attention._MAX_PREPARED = 4
+fmha_sm90._MAX_MAPS = 3
+for tokens in range(1, 11):
+    attend(**cuda_call([tokens], [10]))
+    assert 1 <= len(attention._prepared) <= 4
+arguments = cuda_call()
+for n in range(1, 11):
+    query = CudaTensor(arguments["query"].shape, address=n << 20)
+    attend(**{**arguments, "query": query})
+    (prepared,) = [p for p in attention._prepared.values() if p.problem.batch_size == 2]
+    assert 1 <= len(prepared._query) <= 3 and len(prepared._key) == 1
+    assert n << 20 in prepared._query
+"""
+    )
+    assert len(run.named("cuLaunchKernelEx")) == 20
+    queries = [call["address"] for call in run.named("cuTensorMapEncodeTiled") if call["address"] < 1 << 40]
+    assert queries == [n << 20 for n in range(1, 11)]
+
+
+def test_unloading_drops_what_was_prepared(run_with_stub: Callable[..., Any]) -> None:
+    run = run_with_stub(
+        SETUP
+        + """
+from cubin_runtime.module import unload_all
+arguments = cuda_call()
+for _ in range(2):
+    attend(**arguments)
+    attend(**arguments)
+    unload_all()
+    assert not attention._prepared
+"""
+    )
+    assert len(run.named("cuLibraryLoadData")) == len(run.named("cuLibraryUnload")) == 2
+    handles = [call["result"] for call in run.named("cuLaunchKernelEx")]
+    assert handles == [0] * 4
+
+
+# ---- bad calls
+
+_BAD_AFTER_GOOD = """
+bad = {
+    "max_kv_len": dict(max_kv_len=-1),
+    "max_q_len": dict(max_q_len=arguments["seq_lens"]),
+    "max_kv_len ": dict(window_left=1, max_kv_len=arguments["seq_lens"]),
+    "cum_seq_lens_q": dict(cum_seq_lens_q=CudaTensor((3,), torch.int64)),
+    "cum_seq_lens_kv": dict(cum_seq_lens_kv=CudaTensor((2,), torch.int32)),
+    "seq_lens": dict(seq_lens=CudaTensor((2,), torch.int32, device=1)),
+    "key": dict(key=CudaTensor((450, 2, 192), strides=(400, 192, 2))),
+    "value": dict(value=None),
+    "query": dict(query=CudaTensor((320, 4, 192), strides=(770, 193, 1))),
+    "lse": dict(lse=CudaTensor((4, 320), torch.float32)),
+    "out": dict(out=CudaTensor((320, 4, 128), torch.float32)),
+    "attention_sinks": dict(attention_sinks=CudaTensor((4,), torch.bfloat16)),
+    "bmm1_scale": dict(bmm1_scale=CudaTensor((1,), torch.float64)),
+    "bmm2_scale": dict(bmm2_scale=1e39),
+    "enable_pdl": dict(enable_pdl="yes"),
+    "num_elts_per_sage_attn_blk": dict(num_elts_per_sage_attn_blk=7),
+    "sage_attn_sfs": dict(sage_attn_sfs=None),
+    "backend": dict(backend=["trtllm-gen"]),
+    "workspace_buffer": dict(workspace_buffer=CudaTensor((4,), torch.uint8)),
+    "workspace_buffer ": dict(workspace_buffer=CudaTensor((1 << 20,), torch.uint8, address=4104)),
+    "workspace_buffer  ": dict(workspace_buffer=CudaTensor((0,), torch.uint8)),
+    "q_seq_lens_cpu": dict(q_seq_lens_cpu=torch.tensor([301, 19]), kv_seq_lens_cpu=torch.tensor([400, 50])),
+    "kv_seq_lens_cpu": dict(q_seq_lens_cpu=torch.tensor([300, 20])),
+}
+"""
+
+
+def test_bad_calls_between_good_ones(run_with_stub: Callable[..., Any]) -> None:
+    """Each is refused with its name, warm as cold; nothing of it is launched or remembered."""
+    run = run_with_stub(
+        SETUP
+        + """
+arguments = cuda_call()
+"""
+        + _BAD_AFTER_GOOD
+        + """
+def refused():
+    for name, change in bad.items():
+        try:
+            attend(**{**arguments, **change})
+        except ValueError as error:
+            assert name.split()[0] in str(error), (name, error)
+            print(error)
+        else:
+            raise AssertionError(name)
+refused()
+attend(**arguments)
+refused()
+attend(**{**arguments, "q_seq_lens_cpu": torch.tensor([300, 20]), "kv_seq_lens_cpu": torch.tensor([1, 2])})
+# Only the good ones are remembered, as one: scales, addresses and mirrors make no difference.
+assert len(attention._prepared) == 1
+"""
+    )
+    cold, warm = (lines := run.stdout.splitlines())[: len(lines) // 2], lines[len(lines) // 2 :]
+    assert cold == warm
+    assert any("workspace_buffer has 4 bytes; this call needs 8" in line for line in cold)
+    assert any("workspace_buffer starts at 0x1008; expected a multiple of 16" in line for line in cold)
+    assert any(line.startswith("query cannot be read in tiles: stride 1 is 1540 bytes") for line in cold)
+    assert len(run.named("cuLaunchKernelEx")) == 2
+
+
+def test_what_no_kernel_does_is_refused_with_reasons(run_with_stub: Callable[..., Any]) -> None:
+    run = run_with_stub(
+        SETUP
+        + """
+from cubin_runtime import NoKernelError, UnsupportedError
+for change in (
+    dict(use_fp16_softmax=True, dtype=torch.float16),
+    dict(uses_spcompress=True),
+    dict(backend="cute-dsl", head_dims=(96, 96)),
+    dict(head_dims=(96, 96)),
+    dict(heads=(4, 2), out=CudaTensor((320, 4, 128), torch.float8_e4m3fn)),
+):
+    try:
+        attend(**cuda_call(**change))
+    except NoKernelError as error:
+        assert error.selection.row is None
+        print(str(error).splitlines()[0])
+    else:
+        raise AssertionError(change)
+try:
+    attend(**cuda_call(is_causal=False, window_left=3))
+except NotImplementedError as error:
+    print(error)
+"""
+    )
+    assert len(run.stdout.splitlines()) == 6
+    assert not run.named("cuLibraryLoadData", "cuLaunchKernelEx")
+
+
+@pytest.mark.parametrize("function", ["cuLibraryLoadData", "cuTensorMapEncodeTiled", "cuLaunchKernelEx"])
+def test_a_call_that_the_driver_refused_can_be_repeated(
+    run_with_stub: Callable[..., Any], function: str
+) -> None:
+    run = run_with_stub(
+        SETUP
+        + """
+from cubin_runtime import DriverError
+arguments = cuda_call()
+try:
+    attend(**arguments)
+except DriverError as error:
+    print(error)
+attend(**arguments)
+assert stub.stub_stack_depth() == 0
+""",
+        fail=f"{function}=2:1",
+    )
+    assert run.stdout.startswith(f"{function} failed with CUDA_ERROR_OUT_OF_MEMORY")
+    assert [call["result"] for call in run.named("cuLaunchKernelEx")][-1] == 0
+
+
+# ---- devices, contexts, threads
+
+
+def test_each_device_gets_its_own_answer(run_with_stub: Callable[..., Any]) -> None:
+    """Device 0's context is current throughout; 1 has fewer multiprocessors, 2 no kernel, 3 is not used."""
+    run = run_with_stub(
+        SETUP
+        + """
+import ctypes
+from cubin_runtime import NoKernelError, _driver
+mine = _driver.retain_primary_context(0)
+stub.cuCtxPushCurrent_v2(ctypes.c_void_p(mine))
+for device in (0, 1, 0, 1):
+    attend(**cuda_call([4096], [4096], heads=(128, 128), device=device))
+    current = ctypes.c_void_p()
+    stub.cuCtxGetCurrent(ctypes.byref(current))
+    assert (current.value, stub.stub_stack_depth()) == (mine, 1)
+try:
+    attend(**cuda_call(device=2))
+except NoKernelError as error:
+    print(error)
+""",
+        devices=("9.0:132:232448", "9.0:114:232448", "10.3:160:232448", "8.0:108:166912"),
+    )
+    calls = run.named("cuLaunchKernelEx")
+    assert [(call["grid"][0], call["stream"]) for call in calls] == [(132, 100), (114, 101)] * 2
+    assert calls[0]["context"] != calls[1]["context"]
+    assert [call["context"] for call in calls[2:]] == [call["context"] for call in calls[:2]]
+    assert "no kernel runs on compute capability 10.3" in run.stdout
+    assert len(run.named("cuLibraryLoadData")) == 1
+    assert {call.get("device", call.get("ordinal")) for call in run.calls} == {None, 0, 1, 2}
+
+
+def test_a_device_without_dependent_launch_gets_none(run_with_stub: Callable[..., Any]) -> None:
+    run = run_with_stub(
+        SETUP
+        + """
+attention._PDL_CAPABILITY = (9, 1)  # kernels for devices that lack it do not exist yet
+for asked in (None, True, False):
+    attend(**cuda_call(enable_pdl=asked))
+"""
+    )
+    assert [call.get("pdl") for call in run.named("cuLaunchKernelEx")] == [None, True, None]
+
+
+def test_threads_without_a_context(run_with_stub: Callable[..., Any]) -> None:
+    """Eight first calls at once, each in a thread that CUDA has never seen: one load, all launched."""
+    run = run_with_stub(
+        SETUP
+        + """
+import threading
+barrier = threading.Barrier(8)
+def work(tokens):
+    barrier.wait()
+    for _ in range(20):
+        attend(**cuda_call([tokens], [tokens]))
+    assert stub.stub_stack_depth() == 0
+threads = [threading.Thread(target=work, args=(tokens,)) for tokens in range(1, 9)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+""",
+        parameter_bytes=704,
+    )
+    calls = run.named("cuLaunchKernelEx")
+    assert [call["result"] for call in calls] == [0] * 160
+    assert len({call["thread"] for call in calls}) == 8
+    assert len(run.named("cuLibraryLoadData")) == 1
+    launches = [_decode(bytes.fromhex(call["parameters"])) for call in calls]
+    assert len({launch["launch_tag"] for launch in launches}) == 160
+    assert all(
+        call["grid"][0] == min(132, 4 * min(n["total_q"], 2)) for call, n in zip(calls, launches, strict=True)
+    )
+
+
+# ---- what a call does besides
+
+
+def test_out_and_lse_are_all_that_is_allocated(run_with_stub: Callable[..., Any]) -> None:
+    """And only where they are not given. The tensors raise when any operation runs on them."""
+    run = run_with_stub(
+        SETUP
+        + """
+empty = torch.empty
+allocated = []
+def record(shape, *, dtype, device):
+    if torch.device(device).type == "meta":
+        return empty(shape, dtype=dtype, device=device)
+    allocated.append((tuple(shape), dtype, str(device)))
+    return CudaTensor(shape, dtype, device=torch.device(device).index)
+torch.empty = record
+for _ in range(2):
+    attend(**cuda_call())
+    attend(**cuda_call(return_lse=True))
+assert not allocated
+for _ in range(2):
+    out = attend(**cuda_call(out=None, lse=None, device=1))
+    assert allocated == [((320, 4, 128), torch.bfloat16, "cuda:1")] and out.get_device() == 1
+    allocated.clear()
+    out, lse = attend(**cuda_call(out=None, lse=None, return_lse=True))
+    assert allocated == [((320, 4, 128), torch.bfloat16, "cuda:0"), ((320, 4), torch.float32, "cuda:0")]
+    allocated.clear()
+print(out.address, lse.address)
+""",
+        devices=("9.0:132:232448",) * 2,
+        parameter_bytes=704,
+    )
+    last = _decode(bytes.fromhex(run.named("cuLaunchKernelEx")[-1]["parameters"]))
+    assert [last["out"], last["lse"]] == [int(word) for word in run.stdout.split()]
+    assert [last[f"{name}_stride_{of}"] for name in ("out", "lse") for of in ("token", "head")] == [
+        512,
+        128,
+        4,
+        1,
+    ]
+
+
+def test_a_call_without_queries_launches_nothing(run_with_stub: Callable[..., Any]) -> None:
+    run = run_with_stub(
+        SETUP
+        + """
+for _ in range(2):
+    for arguments in (cuda_call([], []), cuda_call([0, 0], [3, 4], return_lse=True)):
+        result = attend(**arguments)
+        assert result is arguments["out"] or result == (arguments["out"], arguments["lse"])
+"""
+    )
+    assert not run.named("cuLaunchKernelEx", "cuTensorMapEncodeTiled")
+
+
+def test_debug_logs_the_call_before_it_is_launched(run_with_stub: Callable[..., Any]) -> None:
+    """Also when the launch then fails, and without reading a tensor: printing one raises."""
+    run = run_with_stub(
+        SETUP
+        + """
+import logging
+import os
+from pathlib import Path
+arguments = cuda_call(
+    bmm1_scale=CudaTensor((), torch.float32), q_seq_lens_cpu=torch.tensor([300, 20]),
+    kv_seq_lens_cpu=torch.tensor([400, 50]), sage_attn_sfs=[None] * 4,
+)
+class Printed(logging.Handler):
+    def emit(self, record):
+        launches = Path(os.environ["CUDA_STUB_LOG"]).read_text().count("cuLaunchKernelEx")
+        print(launches, record.levelname, record.getMessage())
+logging.getLogger().addHandler(Printed())
+for _ in range(3):
+    attend(**arguments)
+print("---")
+logging.getLogger("cubin_runtime").setLevel(logging.DEBUG)
+fail("cuLaunchKernelEx", 700, 1)
+try:
+    attend(**arguments)
+except RuntimeError as error:
+    print("failed")
+"""
+    )
+    quiet, logged = run.stdout.split("---\n")
+    assert quiet == ""
+    line, failed = logged.splitlines()
+    assert failed == "failed"
+    assert line.startswith("3 DEBUG launching fmha_sm90_sm90a_bf16_")  # three launches before it, not four
+    for part in (
+        "sha256 ",
+        "from embedded",
+        "on device 0",
+        "query=torch.bfloat16[320, 4, 192] strides (768, 192, 1) on cuda:0",
+        "bmm1_scale=torch.float32[] strides () on cuda:0",
+        "bmm2_scale=1.0",
+        "sage_attn_sfs=(None, None, None, None)",
+        "q_seq_lens_cpu=torch.int64[2]",
+        "backend='trtllm-gen'",
+    ):
+        assert part in line

@@ -1,0 +1,141 @@
+"""The tensors of a workload, and whether a result is right."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from bench.workloads import Workload
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
+OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.bfloat16}
+
+# Relative Frobenius error of the sampled rows against float32: what rounding of operands and P explains.
+TOLERANCE = {"bf16": 6e-3, "fp16": 1.5e-3, "e4m3": 8e-2}
+
+_SAMPLED_SEQUENCES = 12
+_SAMPLED_ROWS = 48
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one workload on one device: tokens of all sequences in a row, heads, dims."""
+
+    workload: Workload
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    edges_q: torch.Tensor
+    edges_kv: torch.Tensor
+    kv_lens: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        """What logits are multiplied by."""
+        return 1 / math.sqrt(self.workload.head_dims[0])
+
+    @property
+    def max_q_len(self) -> int:
+        """Longest query of a sequence."""
+        return max(self.workload.q_lens)
+
+    @property
+    def max_kv_len(self) -> int:
+        """Most keys of a sequence."""
+        return max(self.workload.kv_lens)
+
+    def new_out(self) -> torch.Tensor:
+        """A result filled with NaN, so that rows that nobody writes are seen."""
+        shape = (*self.query.shape[:2], self.value.shape[2])
+        return torch.full(shape, math.nan, dtype=OUT_DTYPES[self.workload.dtype], device=self.query.device)
+
+    def batched(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[batch, tokens, heads, dim], for workloads of equal lengths."""
+        return tensor.view(self.workload.batch, -1, *tensor.shape[1:])
+
+
+def make_problem(workload: Workload, device: torch.device, seed: int = 0) -> Problem:
+    """Normal inputs, the same for the same seed."""
+    generator = torch.Generator(device).manual_seed(seed)
+    total_q, total_kv = sum(workload.q_lens), sum(workload.kv_lens)
+    dim_qk, dim_v = workload.head_dims
+
+    def normal(*shape: int) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=OUT_DTYPES[workload.dtype], device=device)
+        return tensor.normal_(generator=generator).to(DTYPES[workload.dtype])
+
+    def edges(lengths: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+    return Problem(
+        workload,
+        query=normal(total_q, workload.heads, dim_qk),
+        key=normal(total_kv, workload.kv_heads, dim_qk),
+        value=normal(total_kv, workload.kv_heads, dim_v),
+        edges_q=edges(workload.q_lens),
+        edges_kv=edges(workload.kv_lens),
+        kv_lens=torch.tensor(workload.kv_lens, dtype=torch.int32, device=device),
+    )
+
+
+class Check:
+    """Exact results of sampled rows, to judge any number of implementations by."""
+
+    def __init__(self, problem: Problem) -> None:
+        workload = problem.workload
+        self._heads = sorted({0, workload.heads // 2, workload.heads - 1})
+        self._expected = [
+            (rows, torch.stack([_exact(problem, sequence, local, head) for head in self._heads], dim=1))
+            for sequence, rows, local in _sample(problem)
+        ]
+
+    def error(self, out: torch.Tensor) -> float:
+        """Largest relative Frobenius error of a sequence's sampled rows; NaN where any of out is NaN."""
+        if not bool(out.isfinite().all()):
+            return math.nan
+        out = out.flatten(0, -3)
+        return max(
+            float((out[rows][:, self._heads].float() - exact).norm() / exact.norm().clamp_min(1e-30))
+            for rows, exact in self._expected
+        )
+
+
+def _sample(problem: Problem) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Sequences, and some rows of each: counted over all tokens, and inside the sequence."""
+    workload = problem.workload
+    chosen = random.Random(1)
+    starts = [0, *accumulate(workload.q_lens)]
+    used = [n for n in range(workload.batch) if workload.q_lens[n]]
+    if len(used) > _SAMPLED_SEQUENCES:
+        used = sorted({used[0], used[-1], *chosen.sample(used, _SAMPLED_SEQUENCES - 2)})
+    for sequence in used:
+        length = workload.q_lens[sequence]
+        ends = {0, length // 2, length - 1}
+        rows = ends | set(chosen.sample(range(length), min(length, _SAMPLED_ROWS)))
+        local = torch.tensor(sorted(rows), device=problem.query.device)
+        yield sequence, local + starts[sequence], local
+
+
+def _exact(problem: Problem, sequence: int, local: torch.Tensor, head: int) -> torch.Tensor:
+    """Float32 attention of one head for some rows of a sequence: [rows, head_dim_v]."""
+    workload = problem.workload
+    q_len, kv_len = workload.q_lens[sequence], workload.kv_lens[sequence]
+    first_q, first_kv = sum(workload.q_lens[:sequence]), sum(workload.kv_lens[:sequence])
+    keys = slice(first_kv, first_kv + kv_len)
+    kv_head = head // workload.group
+    # One head and sequence at a time: float8 tensors cannot be indexed by tensors.
+    query = problem.query[first_q : first_q + q_len, head].float()[local]
+    logits = query @ problem.key[keys, kv_head].float().T * problem.scale
+    if workload.mask != "dense":
+        distance = (local + kv_len - q_len)[:, None] - torch.arange(kv_len, device=local.device)
+        hidden = distance < 0
+        if workload.window is not None:
+            hidden |= distance > workload.window
+        logits = logits.masked_fill(hidden, -math.inf)
+    # A row that sees no key is zero.
+    return logits.softmax(dim=-1).nan_to_num(0) @ problem.value[keys, kv_head].float()

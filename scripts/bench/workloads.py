@@ -1,0 +1,263 @@
+"""What is timed: shapes of attention calls, their exact work, and where lists of them come from."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+Mask = Literal["causal", "dense", "window"]
+Dtype = Literal["bf16", "fp16", "e4m3"]
+
+_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1}
+_OUT_BYTES = 2
+
+
+class WorkloadError(ValueError):
+    """A list of workloads that cannot be run; the message names the file or workload and the rule."""
+
+
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One attention call. Sequence n has q_lens[n] queries and kv_lens[n] keys.
+
+    head_dims   of query and key, and of value
+    mask        "causal": row i sees keys j <= i + kv_len - q_len; "window": of those the `window` keys
+                before the diagonal and the diagonal itself; "dense": all
+    window      only with mask "window"
+    kv_lens     default: q_lens
+    """
+
+    name: str
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...] = ()
+    dtype: Dtype = "bf16"
+    heads: int = 128
+    kv_heads: int = 0
+    head_dims: tuple[int, int] = (192, 128)
+    mask: Mask = "causal"
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        # msgspec's way to give a frozen struct defaults that depend on other fields.
+        if not self.kv_lens:
+            msgspec.structs.force_setattr(self, "kv_lens", self.q_lens)
+        if not self.kv_heads:
+            msgspec.structs.force_setattr(self, "kv_heads", self.heads)
+        for broken, rule in (
+            (not self.q_lens or len(self.q_lens) != len(self.kv_lens), "q_lens and kv_lens need one length"),
+            (min((*self.q_lens, *self.kv_lens), default=0) < 0, "lengths are not negative"),
+            (min(self.heads, self.kv_heads) < 1, "heads and kv_heads are at least 1"),
+            (self.heads % max(self.kv_heads, 1) != 0, "heads is a multiple of kv_heads"),
+            (min(self.head_dims) < 1, "head_dims are at least 1"),
+            ((self.mask == "window") != (self.window is not None), "window goes with mask 'window', only"),
+            (self.window is not None and self.window < 0, "window is not negative"),
+            (not self.pairs, "at least one query sees a key"),
+        ):
+            if broken:
+                raise ValueError(f"workload {self.name!r}: {rule}")
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return len(self.q_lens)
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def equal_lengths(self) -> bool:
+        """Fits a dense [batch, tokens, heads, dim] tensor, so that fixed-length entries can take part."""
+        return len(set(self.q_lens)) == 1 and len(set(self.kv_lens)) == 1
+
+    @property
+    def self_attention(self) -> bool:
+        """Every sequence has as many keys as queries."""
+        return self.q_lens == self.kv_lens
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that see each other, of all sequences and one head."""
+        return sum(map(self._pairs, self.q_lens, self.kv_lens))
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products over the visible pairs."""
+        return 2 * sum(self.head_dims) * self.heads * self.pairs
+
+    @property
+    def bytes(self) -> int:
+        """Memory traffic that no kernel can avoid: every visible operand and every result once."""
+        dim_qk, dim_v = self.head_dims
+        element = _ELEMENT_BYTES[self.dtype]
+        query = sum(self.q_lens) * self.heads * (dim_qk * element + dim_v * _OUT_BYTES)
+        keys = sum(map(self._visible_keys, self.q_lens, self.kv_lens))
+        return query + keys * self.kv_heads * (dim_qk + dim_v) * element
+
+    def describe(self) -> str:
+        """The shape in a few words."""
+        heads = str(self.heads) if self.group == 1 else f"{self.heads}/{self.kv_heads}"
+        mask = f"window {self.window}" if self.mask == "window" else self.mask
+        lengths = f"q {_compact(self.q_lens)}"
+        if not self.self_attention:
+            lengths += f" kv {_compact(self.kv_lens)}"
+        dim_qk, dim_v = self.head_dims
+        return f"{self.dtype} ({dim_qk},{dim_v}) {mask}, {heads} heads, {lengths}"
+
+    def _pairs(self, q_len: int, kv_len: int) -> int:
+        if self.mask == "dense":
+            return q_len * kv_len
+        # The rows see kv_len - q_len + 1, ..., kv_len keys, cut off below 0 and above the window.
+        limit = kv_len if self.window is None else self.window + 1
+        return _clipped_sum(kv_len, limit) - _clipped_sum(kv_len - q_len, limit)
+
+    def _visible_keys(self, q_len: int, kv_len: int) -> int:
+        if not q_len:
+            return 0
+        return kv_len if self.window is None else min(kv_len, q_len + self.window)
+
+
+def _clipped_sum(last: int, limit: int) -> int:
+    """1 + 2 + ... + last with every term cut to `limit`; 0 where there is none."""
+    last = max(last, 0)
+    below = min(last, limit)
+    return below * (below + 1) // 2 + (last - below) * limit
+
+
+def _compact(lengths: Sequence[int]) -> str:
+    if len(set(lengths)) == 1:
+        return str(lengths[0]) if len(lengths) == 1 else f"{len(lengths)} x {lengths[0]}"
+    shown = ",".join(map(str, lengths[:8]))
+    return shown if len(lengths) <= 8 else f"{shown},... ({len(lengths)} sequences)"
+
+
+def read_workloads(path: Path) -> tuple[Workload, ...]:
+    """A JSON list of objects with Workload's fields. Raises WorkloadError."""
+    try:
+        return _unique(msgspec.json.decode(path.read_bytes(), type=tuple[Workload, ...]), str(path))
+    except OSError as error:
+        raise WorkloadError(f"{path}: {error.strerror or error}") from error
+    except msgspec.MsgspecError as error:
+        raise WorkloadError(f"{path}: {error}") from error
+
+
+def matching(workloads: Iterable[Workload], pattern: str) -> tuple[Workload, ...]:
+    """Those whose name fits a shell pattern, or one of several between commas."""
+    patterns = pattern.split(",")
+    return tuple(w for w in workloads if any(fnmatch.fnmatchcase(w.name, p) for p in patterns))
+
+
+def _unique(workloads: tuple[Workload, ...], source: str) -> tuple[Workload, ...]:
+    names = [workload.name for workload in workloads]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise WorkloadError(f"{source}: names are used twice: {', '.join(sorted(repeated))}")
+    return workloads
+
+
+# Long, short and mixed prefill as serving engines run it; the set that kernels are tuned on.
+_MAIN = (
+    Workload("c192_1k", (1024,)),
+    Workload("c192_2k", (2048,)),
+    Workload("c192_4k", (4096,)),
+    Workload("c192_8k", (8192,)),
+    Workload("c192_16k_h16", (16384,), heads=16),
+    Workload("c192_32k_h16", (32768,), heads=16),
+    Workload("ragged192", (8192, 1, 777, 4096, 2048, 63, 1024, 191)),
+    Workload("chunked192", (2048, 512), (16384, 8192)),
+    Workload("dense192_4k", (4096,), mask="dense"),
+    Workload("c128_4k_gqa32_8", (4096,), heads=32, kv_heads=8, head_dims=(128, 128)),
+    Workload("c128_16k_gqa32_8", (16384,), heads=32, kv_heads=8, head_dims=(128, 128)),
+    Workload("c256_4k_h16", (4096,), heads=16, head_dims=(256, 256)),
+    Workload("b64x128_192_h16", (128,) * 64, heads=16),
+    Workload("fp8_c192_8k", (8192,), dtype="e4m3"),
+    Workload("fp8_c128_8k", (8192,), dtype="e4m3", head_dims=(128, 128)),
+)
+
+# Nothing is tuned on these: they show whether the main set's speed carries over.
+_HELD_OUT = (
+    Workload("c192_3001", (3001,)),
+    Workload("c192_6k_h40", (6144,), heads=40),
+    Workload("c192_1500x4_h64", (1500, 1511, 1489, 1523), heads=64),
+    Workload("c192_12k_h8", (12345,), heads=8),
+    Workload("c192_b256_h16", tuple(17 + 37 * n % 251 for n in range(256)), heads=16),
+    Workload("dense192_2900_h40", (2900,), heads=40, mask="dense"),
+    Workload("dense192_cross_h16", (500, 1900), (3300, 7100), heads=16, mask="dense"),
+    Workload("prefix192_h128", (333, 700, 129), (9001, 5000, 12000)),
+    Workload("w1024_192_16k_h16", (16000,), heads=16, mask="window", window=1024),
+    Workload("fp16_c192_5k_h64", (5000,), dtype="fp16", heads=64),
+    Workload("c128_2700_gqa64_8", (2700,), heads=64, kv_heads=8, head_dims=(128, 128)),
+    Workload("c128_7k_h40", (7001,), heads=40, head_dims=(128, 128)),
+    Workload("c128_mixed_gqa32_8", (5, 4000, 900, 2222, 64, 1), heads=32, kv_heads=8, head_dims=(128, 128)),
+    Workload("c128_b100_gqa16_4", (250,) * 100, heads=16, kv_heads=4, head_dims=(128, 128)),
+    Workload("dense128_5k_h16", (5000,), heads=16, head_dims=(128, 128), mask="dense"),
+    Workload("prefix128_gqa64_8", (800, 1024), (20000, 11000), heads=64, kv_heads=8, head_dims=(128, 128)),
+    Workload(
+        "w128_128_8k_gqa64_8", (8000,), heads=64, kv_heads=8, head_dims=(128, 128), mask="window", window=128
+    ),
+    Workload(
+        "w4096_128_20k_gqa32_8",
+        (20000,),
+        heads=32,
+        kv_heads=8,
+        head_dims=(128, 128),
+        mask="window",
+        window=4096,
+    ),
+    Workload("fp16_c128_3k_h16", (3333,), dtype="fp16", heads=16, head_dims=(128, 128)),
+    Workload("c256_2500_h8", (2500,), heads=8, head_dims=(256, 256)),
+    Workload("c256_10k_gqa16_4", (10000,), heads=16, kv_heads=4, head_dims=(256, 256)),
+    Workload("c256_mixed_gqa8_1", (1800, 77, 3000), heads=8, kv_heads=1, head_dims=(256, 256)),
+    Workload("dense256_3k_h16", (3000,), heads=16, head_dims=(256, 256), mask="dense"),
+    Workload("prefix256_h16", (600, 300), (8000, 4100), heads=16, head_dims=(256, 256)),
+    Workload("w1024_256_9k_h16", (9000,), heads=16, head_dims=(256, 256), mask="window", window=1024),
+    Workload("fp16_c256_4k_gqa32_8", (4100,), dtype="fp16", heads=32, kv_heads=8, head_dims=(256, 256)),
+)
+
+# Launch, first loads and the end of a kernel decide these.
+_SHORT = (
+    Workload("c192_1_h16", (1,), heads=16),
+    Workload("c192_128_h16", (128,), heads=16),
+    Workload("c192_64x128_h16", (128,) * 64, heads=16),
+    Workload("c192_1k_h16", (1024,), heads=16),
+    Workload("c128_1_gqa32_8", (1,), heads=32, kv_heads=8, head_dims=(128, 128)),
+    Workload("c128_128_gqa32_8", (128,), heads=32, kv_heads=8, head_dims=(128, 128)),
+    Workload("c128_64x128_gqa32_8", (128,) * 64, heads=32, kv_heads=8, head_dims=(128, 128)),
+    Workload("c128_1k_gqa32_8", (1024,), heads=32, kv_heads=8, head_dims=(128, 128)),
+    Workload("c256_1_h16", (1,), heads=16, head_dims=(256, 256)),
+    Workload("c256_128_h16", (128,), heads=16, head_dims=(256, 256)),
+    Workload("c256_64x128_h16", (128,) * 64, heads=16, head_dims=(256, 256)),
+    Workload("c256_1k_h16", (1024,), heads=16, head_dims=(256, 256)),
+)
+
+
+def _tail(name: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], heads: int = 64) -> Workload:
+    return Workload(name, q_lens, kv_lens, heads=heads, kv_heads=8, head_dims=(128, 128))
+
+
+# Few rows over many keys: too few tiles to fill the device unless the keys are split.
+_TAILS = (
+    _tail("t1_8k", (1,), (8192,)),
+    _tail("t1_128k", (1,), (131072,)),
+    _tail("t1x16_8k", (1,) * 16, (8192,) * 16),
+    _tail("t4_32k", (4,), (32768,)),
+    _tail("t16_8k_h32", (16,), (8192,), heads=32),
+    _tail("t16_128k", (16,), (131072,)),
+    _tail("t64_32k", (64,), (32768,)),
+    _tail("t128_8k_h32", (128,), (8192,), heads=32),
+    _tail("t128_32k", (128,), (32768,)),
+    _tail("t128_128k", (128,), (131072,)),
+    _tail("tmixed", (1, 128, 7, 33), (65536, 8192, 131072, 16384)),
+    Workload("t64_32k_192", (64,), (32768,), heads=64, kv_heads=8),
+    Workload("t64_32k_256", (64,), (32768,), heads=32, kv_heads=8, head_dims=(256, 256)),
+)
+
+SETS = {
+    "main": _unique(_MAIN, "main"),
+    "held-out": _unique(_HELD_OUT, "held-out"),
+    "short": _unique(_SHORT, "short"),
+    "tails": _unique(_TAILS, "tails"),
+}

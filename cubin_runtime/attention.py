@@ -272,8 +272,9 @@ def _prepare(call: Call) -> PreparedCall:
     row = _choose(request)
     problem = _problem(call, request)
     implementation = family(row.family)
-    implementation.workspace(problem).check(call.workspace_buffer.nbytes)
-    return implementation.prepare(problem, load(row, call.query.get_device()))
+    device = call.query.get_device()
+    implementation.workspace(problem, row, device_info(device).sm_count).check(call.workspace_buffer.nbytes)
+    return implementation.prepare(problem, load(row, device))
 
 
 def _remember(call: Call, prepared: PreparedCall) -> None:
@@ -308,6 +309,9 @@ def _request(call: Call) -> KernelRequest:
         uses_spcompress=bool(call.uses_spcompress),
         skips_softmax=bool(call.skip_softmax_threshold_scale_factor),
         sage_blocks=blocks,
+        batch_size=call.batch_size,
+        max_q_len=call.max_q_len,
+        sm_count=device.sm_count,
     )
 
 
@@ -329,6 +333,7 @@ def _problem(call: Call, request: KernelRequest) -> Problem:
         lse_strides=lse_strides,
         batch_size=call.batch_size,
         max_q_len=call.max_q_len,
+        max_kv_len=call.max_kv_len,
         window_left=call.window_left if request.mask_type is MaskType.SLIDING else -1,
     )
 

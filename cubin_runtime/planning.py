@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from cubin_runtime.errors import DriverError, InvalidArgumentError
 from cubin_runtime.request import (
     SAGE_OFF,
     Architecture,
-    Capability,
     DType,
     KernelRequest,
     MaskType,
 )
-from cubin_runtime.selection import Selection, select
+from cubin_runtime.selection import DEFAULT_SM_COUNT, Selection, select
 from kernel_meta.schema import KernelRow
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def make_request(
     uses_spcompress: bool = False,
     skips_softmax: bool = False,
     sage_blocks: tuple[int, int, int, int] = SAGE_OFF,
+    batch_size: int | None = None,
+    max_q_len: int | None = None,
     backend: str = "trtllm-gen",
 ) -> KernelRequest:
     """A request from plain values.
@@ -53,20 +56,21 @@ def make_request(
     mask        "dense", "causal" or "sliding"
     num_heads_kv  default: num_heads_q
     sage_blocks tokens per scale of q, k, p, v
+    batch_size, max_q_len   number of sequences, and of the longest one's queries; both given, kernels for few
+                query rows are considered (selection.few_rows)
 
     Raises InvalidArgumentError for a value that has no meaning.
     """
     q = DType.parse(dtype_q or dtype)
     common = DType.parse(dtype)
-    capability, max_shared_memory = _target(arch, device)
+    target = _target(arch, device)
     try:
         mask_type = MaskType(mask)
     except ValueError:
         known = ", ".join(m.value for m in MaskType)
         raise InvalidArgumentError(f"mask is {mask!r}; expected one of {known}") from None
     return KernelRequest(
-        capability=capability,
-        max_shared_memory=max_shared_memory,
+        **target,
         backend="trtllm-gen" if backend == "trtllm-native" else backend,
         dtype_q=q,
         dtype_k=DType.parse(dtype_k) if dtype_k else common,
@@ -81,14 +85,17 @@ def make_request(
         uses_spcompress=uses_spcompress,
         skips_softmax=skips_softmax,
         sage_blocks=sage_blocks,
+        batch_size=batch_size,
+        max_q_len=max_q_len,
     )
 
 
-def _target(arch: str | None, device: int | None) -> tuple[Capability, int | None]:
+def _target(arch: str | None, device: int | None) -> dict[str, Any]:
+    """The fields of a request that describe the device."""
     if arch is not None and device is not None:
         raise InvalidArgumentError("arch and device are both given; expected one of them")
     if arch is not None:
-        return Architecture.parse(arch).capability, None
+        return {"capability": Architecture.parse(arch).capability}
     from cubin_runtime.module import device_info
 
     try:
@@ -96,8 +103,12 @@ def _target(arch: str | None, device: int | None) -> tuple[Capability, int | Non
     except DriverError:
         if device is not None:
             raise
-        return Architecture.parse(_DEFAULT_ARCH).capability, None
-    return info.capability, info.max_shared_memory
+        return {"capability": Architecture.parse(_DEFAULT_ARCH).capability}
+    return {
+        "capability": info.capability,
+        "sm_count": info.sm_count,
+        "max_shared_memory": info.max_shared_memory,
+    }
 
 
 def explain(request: KernelRequest | None = None, **values: object) -> Selection:
@@ -115,6 +126,7 @@ def workspace_size(
     total_q: int,
     total_kv: int,
     max_q_len: int,
+    max_kv_len: int,
     return_lse: bool = False,
     request: KernelRequest | None = None,
     **values: object,
@@ -122,14 +134,16 @@ def workspace_size(
     """Bytes of workspace_buffer that a call needs, from its shapes alone.
 
     total_q, total_kv   tokens of the query and key tensors
-    max_q_len           as in the call
-    request, values     as for `explain`
+    max_q_len, max_kv_len   as in the call
+    request, values     as for `explain`; the request's own batch_size and max_q_len are overridden
 
     Raises NoKernelError where no kernel fits.
     """
     from cubin_runtime.families import family
 
-    request = _one_request(request, values)
+    request = msgspec.structs.replace(
+        _one_request(request, values), batch_size=batch_size, max_q_len=max_q_len
+    )
     row = select(request).require()
     problem = packed_problem(
         request,
@@ -137,9 +151,11 @@ def workspace_size(
         total_q=total_q,
         total_kv=total_kv,
         max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
         return_lse=return_lse,
     )
-    return family(row.family).workspace(problem).size
+    sm_count = request.sm_count or DEFAULT_SM_COUNT
+    return family(row.family).workspace(problem, row, sm_count).size
 
 
 def packed_problem(
@@ -149,6 +165,7 @@ def packed_problem(
     total_q: int,
     total_kv: int,
     max_q_len: int,
+    max_kv_len: int,
     return_lse: bool = False,
 ) -> Problem:
     """The problem of a call whose tensors have these many tokens and no gaps, as far as shapes tell it."""
@@ -167,6 +184,7 @@ def packed_problem(
         lse_strides=(q_heads, 1) if return_lse else None,
         batch_size=batch_size,
         max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
         window_left=-1,
     )
 

@@ -152,6 +152,8 @@ class KernelRequest(msgspec.Struct, frozen=True, kw_only=True):
     uses_spcompress       2:4 pruning of the logits of interior tiles
     skips_softmax         tiles of negligible weight may be left out
     sage_blocks           tokens per scale of q, k, p, v; all zero = no Sage scales
+    batch_size, max_q_len number of sequences and the longest one's queries; None = many
+    sm_count              the device's multiprocessors; None = 132, what the largest Hopper parts have
     max_shared_memory     the device's opt-in limit in bytes; None = what the capability documents
     """
 
@@ -170,6 +172,9 @@ class KernelRequest(msgspec.Struct, frozen=True, kw_only=True):
     uses_spcompress: bool = False
     skips_softmax: bool = False
     sage_blocks: tuple[int, int, int, int] = SAGE_OFF
+    batch_size: int | None = None
+    max_q_len: int | None = None
+    sm_count: int | None = None
     max_shared_memory: int | None = None
 
     def __post_init__(self) -> None:

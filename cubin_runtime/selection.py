@@ -29,6 +29,11 @@ _DISTANCE = {"arch": 2, "backend": 2}
 
 _FAMILY_OF_SUFFIX = {"a": 2, "f": 1, "": 0}
 
+# The tiles that the rule of `few_rows` counts in.
+_MANY_ROWS_TILE = 128
+_FEW_ROWS_TILE = 64
+DEFAULT_SM_COUNT = 132
+
 _NOT_BUILT = "this kernel is in the table but has not been built (scripts/build_cubins.py)"
 
 
@@ -128,7 +133,7 @@ def select(request: KernelRequest, rows: Iterable[KernelRow] | None = None) -> S
 
     rows    candidates; default: every table in the package. Among rows that fit, code for exactly this
             device (sm_103a) beats code for its family (sm_100f), which beats portable code (a higher
-            minor first); then the first in the tables wins.
+            minor first); then a kernel made for few query rows; then the first in the tables wins.
 
     Raises InvalidArgumentError for an unknown backend; finding no row is not an error (see `require`).
     """
@@ -142,14 +147,34 @@ def select(request: KernelRequest, rows: Iterable[KernelRow] | None = None) -> S
 
         rows = all_rows()
     decisions = [Decision(row, tuple(_mismatches(request, row))) for row in rows]
-    accepted = sorted((d for d in decisions if d.accepted), key=lambda d: _specificity(d.row), reverse=True)
+    accepted = sorted((d for d in decisions if d.accepted), key=lambda d: _preference(d.row), reverse=True)
     rejected = sorted((d for d in decisions if not d.accepted), key=lambda d: d.distance)
     return Selection(
         request=request,
         row=accepted[0].row if accepted else None,
-        reason=_why_chosen(accepted) if accepted else _why_none(request, rejected),
+        reason=_why_chosen(request, accepted) if accepted else _why_none(request, rejected),
         decisions=(*accepted, *rejected),
     )
+
+
+def few_rows(request: KernelRequest) -> str:
+    """Why a kernel that divides the keys among blocks is the better one for the request; "" = it is not.
+
+    Such a kernel (scheduler "split") packs the rows of all heads that share a kv head into tiles of 64. It is
+    taken where the 128-row tiles of the others would leave half of the multiprocessors idle, and where the
+    rows that share keys fit one tile, so that the keys are read once instead of once per head.
+    """
+    if request.batch_size is None or request.max_q_len is None:
+        return ""
+    sm_count = request.sm_count or DEFAULT_SM_COUNT
+    tiles = request.batch_size * request.num_heads_q * -(-request.max_q_len // _MANY_ROWS_TILE)
+    if 2 * tiles <= sm_count:
+        return f"{_count(tiles, f'{_MANY_ROWS_TILE}-row tile')} would not fill {sm_count} multiprocessors"
+    group = request.num_heads_q // request.num_heads_kv
+    rows = group * request.max_q_len
+    if group > 1 and rows <= _FEW_ROWS_TILE:
+        return f"the {_count(rows, 'row')} that share a kv head's keys fit one tile"
+    return ""
 
 
 def describe(request: KernelRequest) -> str:
@@ -164,6 +189,8 @@ def describe(request: KernelRequest) -> str:
         f"{request.mask_type} mask",
         f"{_count(request.num_heads_q, 'query head')} over {_count(request.num_heads_kv, 'kv head')}",
     ]
+    if request.batch_size is not None and request.max_q_len is not None:
+        parts.append(f"{_count(request.batch_size, 'sequence')} of up to {request.max_q_len} queries")
     flags = ("use_fp16_softmax", "uses_spcompress", "skips_softmax")
     parts += [flag for flag in flags if getattr(request, flag)]
     if request.sage_blocks != SAGE_OFF:
@@ -182,6 +209,7 @@ def _mismatches(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
                 _spell(available),
                 f"{field}: the call asks for {_spell(requested)}, this kernel has {_spell(available)}",
             )
+    yield from _work_mismatch(request, row)
     yield from _resource_mismatch(request, row)
 
 
@@ -216,6 +244,13 @@ def _arch_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]
     yield Mismatch("arch", str(request.capability), str(arch), message)
 
 
+def _work_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
+    if row.scheduler != "split" or few_rows(request):
+        return
+    message = "scheduler: this kernel is for few query rows (batch_size, max_q_len), the call has many"
+    yield Mismatch("scheduler", "many query rows", "split, for few query rows", message)
+
+
 def _resource_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
     if row.resources is None:
         message = f"resources: {_NOT_BUILT}"
@@ -244,10 +279,16 @@ def _specificity(row: KernelRow) -> tuple[int, Capability]:
     return _FAMILY_OF_SUFFIX[arch.suffix], arch.capability
 
 
-def _why_chosen(accepted: list[Decision]) -> str:
+def _preference(row: KernelRow) -> tuple[tuple[int, Capability], bool]:
+    return _specificity(row), row.scheduler == "split"
+
+
+def _why_chosen(request: KernelRequest, accepted: list[Decision]) -> str:
     winner, *others = accepted
     if not others:
         return "the only kernel that fits"
+    if _specificity(winner.row) == _specificity(others[0].row) and winner.row.scheduler == "split":
+        return f"made for few query rows: {few_rows(request)}"
     if _specificity(winner.row) == _specificity(others[0].row):
         return f"the first in the tables of {len(accepted)} kernels that fit"
     beaten = sorted({d.row.arch for d in others if d.row.arch != winner.row.arch})

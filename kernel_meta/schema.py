@@ -17,10 +17,16 @@ from cubin_runtime.request import SAGE_OFF, Architecture, DType, MaskType
 
 
 class Scheduler(str, enum.Enum):
-    """How a block finds its work: a fixed tile per block, or blocks that stay and draw tiles."""
+    """How a block finds its work.
+
+    static       one tile per block
+    persistent   blocks stay and draw tiles
+    split        persistent, over parts of the keys, for few query rows: see selection.few_rows
+    """
 
     STATIC = "static"
     PERSISTENT = "persistent"
+    SPLIT = "split"
 
     def __str__(self) -> str:
         return self.value
@@ -70,6 +76,8 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     cluster: tuple[int, int, int] = (1, 1, 1)
     pdl: bool = True
     """Whether the kernel waits for its predecessor itself (programmatic dependent launch)."""
+    blocks_per_sm: int = 1
+    """Blocks that a multiprocessor holds at the same time."""
     stages_k: int | None = None
     stages_v: int | None = None
     resources: Resources | None = None

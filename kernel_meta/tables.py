@@ -27,6 +27,7 @@ SELECTION_COLUMNS = (
     "head_dim_qk",
     "head_dim_v",
     "mask_type",
+    "scheduler",
     "fp16_softmax",
     "uses_spcompress",
     "skips_softmax",

@@ -53,6 +53,8 @@ MACROS: dict[str, Callable[[KernelRow], object]] = {
     "TILE_KV": lambda row: row.tile_kv,
     "STAGES_K": lambda row: row.stages_k,
     "STAGES_V": lambda row: row.stages_v,
+    "SCHEDULER": lambda row: f"Scheduler::{row.scheduler}",
+    "BLOCKS_PER_SM": lambda row: row.blocks_per_sm,
     "FP16_SOFTMAX": lambda row: int(row.fp16_softmax),
     "USES_SPCOMPRESS": lambda row: int(row.uses_spcompress),
     "SKIPS_SOFTMAX": lambda row: int(row.skips_softmax),

@@ -140,7 +140,7 @@ def test_a_request_excludes_values() -> None:
         explain(request, mask="dense", dtype="fp16")
 
 
-SHAPES = {"batch_size": 3, "total_q": 1000, "total_kv": 2000, "max_q_len": 400}
+SHAPES = {"batch_size": 3, "total_q": 1000, "total_kv": 2000, "max_q_len": 400, "max_kv_len": 900}
 
 
 def test_workspace_size_is_what_the_call_checks() -> None:

@@ -64,6 +64,7 @@ def make_call(workload: Workload, tensors: Tensors, backend: str) -> Callable[[]
             total_q=sum(workload.q_lens),
             total_kv=sum(workload.kv_lens),
             max_q_len=max(workload.q_lens),
+            max_kv_len=max(workload.kv_lens),
             return_lse=workload.return_lse,
         )
     return functools.partial(

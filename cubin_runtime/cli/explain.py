@@ -34,6 +34,10 @@ def explain(
         bool, typer.Option("--skips-softmax", help="Leave out negligible tiles.")
     ] = False,
     sage_blocks: Annotated[str, typer.Option(help="Tokens per scale of q,k,p,v; zeros = off.")] = "0,0,0,0",
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences (default: many).")] = None,
+    max_q_len: Annotated[
+        int | None, typer.Option(min=1, help="Queries of the longest sequence (default: many).")
+    ] = None,
     backend: options.Backend = "trtllm-gen",
     limit: Annotated[int, typer.Option(min=0, help="Kernels that do not fit to show, nearest first.")] = 3,
     as_json: Json = False,
@@ -60,6 +64,8 @@ def explain(
         uses_spcompress=uses_spcompress,
         skips_softmax=skips_softmax,
         sage_blocks=(blocks[0], blocks[1], blocks[2], blocks[3]),
+        batch_size=batch_size,
+        max_q_len=max_q_len,
         backend=backend,
     )
     if arch is None and not is_for_a_device(request):

@@ -121,6 +121,7 @@ def _shape(workload: Workload, row: KernelRow, ordinal: int | None) -> Shape:
         total_q=sum(workload.q_lens),
         total_kv=sum(workload.kv_lens),
         max_q_len=max(workload.q_lens),
+        max_kv_len=max(workload.kv_lens),
         return_lse=workload.return_lse,
     )
     implementation = family(row.family)
@@ -132,7 +133,7 @@ def _shape(workload: Workload, row: KernelRow, ordinal: int | None) -> Shape:
         cluster=row.cluster,
         resources=row.resources,
         parameters=row.abi,
-        workspace_bytes=implementation.workspace(problem).size,
+        workspace_bytes=implementation.workspace(problem, row, sm_count).size,
     )
 
 

@@ -80,6 +80,8 @@ def run(
         use_fp16_softmax=use_fp16_softmax,
         uses_spcompress=uses_spcompress,
         skips_softmax=skip_softmax_factor > 0,
+        batch_size=len(queries),
+        max_q_len=max(queries),
         backend=backend,
     )
     workload = Workload(

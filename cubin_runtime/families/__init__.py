@@ -2,7 +2,7 @@
 
 A family is a module here with the name of its folder. It has
 
-  workspace(problem) -> WorkspaceLayout            what the call needs, from shapes alone
+  workspace(problem, row, sm_count)                scratch areas that the call needs, from shapes alone
   grid(problem, row, sm_count)                     blocks of its launch, from shapes alone
   prepare(problem, kernel) -> PreparedCall         everything that a repeated call shares
   PreparedCall.__call__(arguments, stream, pdl)    pack and launch
@@ -40,6 +40,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     lse_strides: tuple[int, int] | None
     batch_size: int
     max_q_len: int
+    max_kv_len: int
     window_left: int
     """Keys left of the diagonal that a row sees; -1 = all of them."""
 
@@ -78,8 +79,8 @@ class PreparedCall(Protocol):
 class Family(Protocol):
     """The functions of a family's module."""
 
-    def workspace(self, problem: Problem) -> WorkspaceLayout:
-        """The scratch areas that a call needs, from its shapes alone."""
+    def workspace(self, problem: Problem, row: KernelRow, sm_count: int) -> WorkspaceLayout:
+        """The scratch areas that a call needs on a device of `sm_count` multiprocessors."""
 
     def grid(self, problem: Problem, row: KernelRow, sm_count: int) -> tuple[int, int, int]:
         """Blocks along x, y and z that a call launches on a device of `sm_count` multiprocessors."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from typing import NamedTuple
 
 from cubin_runtime import _driver
 from cubin_runtime.errors import InvalidArgumentError, TableError
@@ -16,36 +17,76 @@ from cubin_runtime.launch import LaunchPlan, launch
 from cubin_runtime.module import LoadedKernel
 from cubin_runtime.tensormap import TiledMap
 from cubin_runtime.workspace import WorkspaceLayout
-from kernel_meta.schema import KernelRow
+from kernel_meta.schema import KernelRow, Scheduler
 
 ABI = "fmha_sm90/1"
 
-# struct Params: tensor maps, pointers, strides, launch tag, extents, scales. Its size is a multiple of 64,
-# the alignment of the maps.
-_PARAMS = struct.Struct("<128s128s128s128s 8Q 32s I 24s 2f 60x")
+# struct Params: tensor maps, pointers, strides, launch tag, extents, scales, division. Its size is a multiple
+# of 64, the alignment of the maps.
+_PARAMS = struct.Struct("<128s128s128s128s 10Q 32s I 24s 2f 20s 24x")
 _STRIDES = struct.Struct("<4q")
 _EXTENTS = struct.Struct("<6i")
+_DIVISION = struct.Struct("<5i")
 PARAMETER_BYTES = _PARAMS.size
 
 _WARPGROUP_ROWS = 64
 _CHUNK = 64  # elements of one 128-byte swizzle span
-_TICKETS = "tile_counter"
+_WARPGROUP_THREADS = 128
 _MAX_MAPS = 1024
 
 # Tags tell the kernel whether the ticket counter in the workspace is of its own launch; 0 is nobody's.
 _launch_tags = itertools.count(1)
 
 
-def workspace(problem: Problem) -> WorkspaceLayout:
-    """A ticket counter. It need not be zero."""
-    return WorkspaceLayout.of(**{_TICKETS: 8})
+class _Division(NamedTuple):
+    """How a split kernel packs query rows into tiles and divides the keys; fields as in struct Params."""
+
+    tile_tokens: int
+    tile_heads: int
+    blocks_per_split: int
+    max_splits: int
+    max_q_blocks: int
+
+    @classmethod
+    def of(cls, problem: Problem, row: KernelRow, sm_count: int) -> _Division:
+        """Parts of such a length that all blocks of the device get about one."""
+        num_heads_q = problem.query.shape[1]
+        group = num_heads_q // problem.key.shape[1]
+        tile_heads = max(n for n in range(1, row.tile_q + 1) if group % n == 0)
+        tile_tokens = row.tile_q // tile_heads
+        max_q_blocks = max(1, -(-problem.max_q_len // tile_tokens))
+        tiles = max(1, problem.batch_size * max_q_blocks * num_heads_q // tile_heads)
+        key_blocks = max(1, -(-problem.max_kv_len // row.tile_kv))
+        blocks_per_split = -(-key_blocks // max(1, row.blocks_per_sm * sm_count // tiles))
+        return cls(
+            tile_tokens, tile_heads, blocks_per_split, -(-key_blocks // blocks_per_split), max_q_blocks
+        )
+
+    def parts(self, problem: Problem) -> int:
+        """Parts of all tiles, were every sequence as long as the maxima."""
+        tiles = problem.batch_size * self.max_q_blocks * problem.query.shape[1] // self.tile_heads
+        return tiles * self.max_splits
+
+
+def workspace(problem: Problem, row: KernelRow, sm_count: int) -> WorkspaceLayout:
+    """A ticket counter; for a split kernel also the partial results. Nothing need be zero."""
+    slots = 0
+    if row.scheduler is Scheduler.SPLIT:
+        division = _Division.of(problem, row, sm_count)
+        slots = division.parts(problem) if division.max_splits > 1 else 0
+    # split.cuh: half of a row's output and two rows' m and l per thread.
+    slot_bytes = 4 * _WARPGROUP_THREADS * (row.head_dim_v // 2 + 4)
+    return WorkspaceLayout.of(tile_counter=8, arrivals=8 * slots, partials=slot_bytes * slots)
 
 
 def grid(problem: Problem, row: KernelRow, sm_count: int) -> tuple[int, int, int]:
-    """One block per multiprocessor, or fewer where there cannot be as many tiles whatever the lengths are."""
+    """As many blocks as the device holds, or fewer where there cannot be as many tiles."""
     total_q, num_heads_q, _ = problem.query.shape
-    most_tiles = num_heads_q * min(total_q, -(-total_q // row.tile_q) + problem.batch_size)
-    return max(1, min(sm_count, most_tiles)), 1, 1
+    if row.scheduler is Scheduler.SPLIT:
+        most_tiles = _Division.of(problem, row, sm_count).parts(problem)
+    else:
+        most_tiles = num_heads_q * min(total_q, -(-total_q // row.tile_q) + problem.batch_size)
+    return max(1, min(row.blocks_per_sm * sm_count, most_tiles)), 1, 1
 
 
 class FmhaSm90Call:
@@ -63,12 +104,19 @@ class FmhaSm90Call:
         self.kernel = kernel
         tile_kv = kernel.row.tile_kv
         context = kernel.context
-        self._query = _Maps("query", problem.query, _WARPGROUP_ROWS, context)
-        self._key = _Maps("key", problem.key, tile_kv, context)
-        self._value = _Maps("value", problem.value, tile_kv, context)
-        self._out = _Maps("out", problem.out, _WARPGROUP_ROWS, context)
-        self._counter_offset = workspace(problem).offset(_TICKETS)
-        self._plan = LaunchPlan(kernel, grid(problem, kernel.row, kernel.device.sm_count))
+        sm_count = kernel.device.sm_count
+        division = _Division.of(problem, kernel.row, sm_count)
+        split = kernel.row.scheduler is Scheduler.SPLIT
+        rows = (
+            (division.tile_tokens, division.tile_heads, 1) if split else _box(problem.query, _WARPGROUP_ROWS)
+        )
+        self._query = _Maps("query", problem.query, rows, context)
+        self._key = _Maps("key", problem.key, _box(problem.key, tile_kv), context)
+        self._value = _Maps("value", problem.value, _box(problem.value, tile_kv), context)
+        self._out = _Maps("out", problem.out, _box(problem.out, _WARPGROUP_ROWS), context)
+        layout = workspace(problem, kernel.row, sm_count)
+        self._tile_counter, self._arrivals, self._partials = map(layout.offset, layout.slabs)
+        self._plan = LaunchPlan(kernel, grid(problem, kernel.row, sm_count))
 
         total_q, num_heads_q, _ = problem.query.shape
         total_kv, num_heads_kv, _ = problem.key.shape
@@ -81,6 +129,7 @@ class FmhaSm90Call:
             num_heads_q // num_heads_kv,
             problem.window_left,
         )
+        self._division = _DIVISION.pack(*division)
 
     def __call__(self, arguments: Arguments, stream: int, pdl: bool) -> None:
         """Packs struct Params and launches."""
@@ -100,12 +149,15 @@ class FmhaSm90Call:
                 a.attention_sinks,
                 a.bmm1_scale_pointer,
                 a.bmm2_scale_pointer,
-                workspace + self._counter_offset,
+                workspace + self._tile_counter,
+                workspace + self._arrivals,
+                workspace + self._partials,
                 self._strides,
                 next(_launch_tags) % 0xFFFFFFFF + 1,
                 self._extents,
                 a.bmm1_scale,
                 a.bmm2_scale,
+                self._division,
             )
         except OverflowError:
             raise InvalidArgumentError(
@@ -120,16 +172,15 @@ prepare = FmhaSm90Call
 class _Maps(dict[int, bytes]):
     """Tensor maps of one operand, by address: allocators hand the same addresses out again and again."""
 
-    def __init__(self, name: str, layout: TensorLayout, rows: int, context: int) -> None:
+    def __init__(self, name: str, layout: TensorLayout, box: tuple[int, int, int], context: int) -> None:
         super().__init__()
         tokens, heads, head_dim = layout.shape
-        chunks = head_dim // _CHUNK
         self._map = TiledMap(
             tensor=name,
             dtype=layout.dtype,
-            dims=(_CHUNK, max(tokens, 1), heads, chunks),
+            dims=(_CHUNK, max(tokens, 1), heads, head_dim // _CHUNK),
             strides=(*_byte_strides(layout), _CHUNK * layout.dtype.bytes),
-            box=(_CHUNK, rows, 1, chunks),
+            box=(_CHUNK, *box),
         )
         self._context = context
 
@@ -139,6 +190,11 @@ class _Maps(dict[int, bytes]):
         with _driver.entered(self._context):  # the driver encodes for a device
             encoded = self[address] = self._map.encode(address)
         return encoded
+
+
+def _box(layout: TensorLayout, rows: int) -> tuple[int, int, int]:
+    """Rows of one head, whole: tokens, heads, chunks."""
+    return rows, 1, layout.shape[2] // _CHUNK
 
 
 def _byte_strides(layout: TensorLayout) -> tuple[int, int]:

@@ -8,6 +8,7 @@ namespace fmha {
 
 using DType = ptx::Element;
 enum class MaskType { dense, causal, sliding };
+enum class Scheduler { persistent, split };
 
 constexpr DType kDType = DTYPE_Q;
 constexpr MaskType kMask = MASK_TYPE;
@@ -17,6 +18,12 @@ constexpr int kTileQ = TILE_Q;
 constexpr int kTileKV = TILE_KV;
 constexpr int kStagesK = STAGES_K;
 constexpr int kStagesV = STAGES_V;
+constexpr int kBlocksPerSM = BLOCKS_PER_SM;
+
+// Few query rows and long keys: a tile holds the rows of all heads that share a kv head, and its keys are divided
+// among blocks that leave partial results.
+constexpr bool kSplit = SCHEDULER == Scheduler::split;
+static_assert(!kSplit || (kTileQ == 64 && kMask != MaskType::sliding), "see split.cuh");
 
 static_assert(DTYPE_K == kDType && DTYPE_V == kDType && DTYPE_O == kDType, "this kernel has one dtype throughout");
 
@@ -29,20 +36,24 @@ static_assert(kHeadDimQK % kChunk == 0 && kHeadDimV % kChunk == 0, "head dims ar
 
 constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup: the M of wgmma
 constexpr int kConsumers = kTileQ / kWarpgroupRows;
-static_assert(kConsumers == 2, "the hand-over between consumers is written for two warpgroups");
+static_assert(kConsumers == 1 || kConsumers == 2, "two consumers take turns, one has nobody to wait for");
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = 128 * (kConsumers + 1);
 
 static_assert(kTileKV % 16 == 0 && kTileKV * kRowBytes % 1024 == 0, "a chunk of K or V starts on a swizzle atom");
 
-// Q in registers frees its shared memory for the output; beside 128 accumulators of O it does not fit.
-constexpr bool kQInRegisters = kHeadDimV <= 128;
+// Q in registers frees its shared memory for the output. It does not fit beside 128 accumulators of O, nor into the
+// registers of one block of several.
+constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1;
 
-// 65,536 registers: one producer warpgroup, two consumers; setmaxnreg takes multiples of 8. With 48 registers of Q the
-// consumers need the last eight, and the scheduler warp spills a little instead, off every critical path.
+// A multiprocessor has 65,536 registers; setmaxnreg takes multiples of 8. With 48 registers of Q two consumers need
+// the last eight, and the scheduler warp spills a little instead, off every critical path.
 constexpr bool kConsumersAreTight = kQInRegisters && kHeadDimQK > 128;
 constexpr int kProducerRegisters = kConsumersAreTight ? 24 : 40;
-constexpr int kConsumerRegisters = kConsumersAreTight ? 240 : 232;
-static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "register file");
+constexpr int kConsumerRegisters = kBlocksPerSM == 2 ? 216 : kConsumersAreTight ? 240 : 232;
+static_assert(kBlocksPerSM * 128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "register file");
+
+// Columns of one P V product. Registers at launch bound the operands of an instruction, whatever setmaxnreg adds.
+constexpr int kProductN = kBlocksPerSM == 1 ? kHeadDimV : 128;
 
 }  // namespace fmha

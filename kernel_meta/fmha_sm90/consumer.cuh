@@ -2,16 +2,20 @@
 //
 // The loop runs over tiles without a seam. While the softmax of block n runs, the tensor cores work on Q K of this
 // block and P V of the one before; at a tile's end the partner of P V is the first Q K of the next tile, and the
-// finished tile is written after that block's softmax. Until then it is `pending`.
+// finished tile is written after that block's softmax. Until then it is `pending`. Split: a block has about one tile, and
+// finishes it at once.
 //
-// The two warpgroups take turns in issuing products (named barriers), so that one's softmax runs under the other's.
+// Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs under the other's.
 #pragma once
 #include "common/ptx/grid.cuh"
 #include "epilogue.cuh"
 #include "mask.cuh"
+#include "split.cuh"
 
 namespace fmha {
 
+constexpr bool kSeamless = !kSplit;
+constexpr bool kTakesTurns = kConsumers == 2;
 constexpr int kTurnBarrier = 1;         // + warpgroup: it may issue its products
 constexpr int kWarpgroupBarrier = 3;    // + warpgroup: its 128 threads
 constexpr int kConsumerThreads = 128 * kConsumers;
@@ -30,17 +34,17 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     Storage& s = storage();
-    if (warpgroup_ == kConsumers - 1) ptx::named_barrier_arrive(kTurnBarrier, kConsumerThreads);
+    if (kTakesTurns && warpgroup_ == 1) pass_turn();
     for (Ring<kTileSlots> slot;; slot.advance()) {
       ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
       const Tile tile = read_tile(s.tiles[slot.stage]);
       arrive(s.tile_empty[slot.stage]);
-      if (!tile.valid) break;
+      if (tile.work == 0) break;
       process(tile);
     }
-    if (pending_) flush();
+    flush_pending();
     if constexpr (kQInRegisters) dismiss_store_warp();
-    if (warpgroup_ == 0) ptx::named_barrier_sync(kTurnBarrier, kConsumerThreads);
+    if (kTakesTurns && warpgroup_ == 0) wait_for_turn();
   }
 
  private:
@@ -53,41 +57,43 @@ class Consumer {
     tile.q_block = __shfl_sync(~0u, extent.x, 0);
     tile.q_len = __shfl_sync(~0u, extent.y, 0);
     tile.kv_len = __shfl_sync(~0u, extent.z, 0);
-    tile.valid = __shfl_sync(~0u, extent.w, 0);
+    tile.work = __shfl_sync(~0u, extent.w, 0);
     tile.head = position.x;
     tile.q_start = position.y;
+    if constexpr (kSplit) tile.slot = __shfl_sync(~0u, position.w, 0);
     return tile;
   }
 
   __device__ __forceinline__ void process(const Tile& tile) {
-    const BlockRange shared_blocks = block_range(tile, tile.q_block * kTileQ, kTileQ, params_.window_left);
-    const int first_row = tile.q_block * kTileQ + warpgroup_ * kWarpgroupRows;
-    const BlockRange blocks = block_range(tile, first_row, kWarpgroupRows, params_.window_left);
+    const int tokens = tile_tokens(params_);
+    const int first_token = tile.q_block * tokens + warpgroup_ * kWarpgroupRows;
+    const BlockRange shared_blocks = block_range(tile, tile.q_block * tokens, tokens, params_);
+    const BlockRange blocks = block_range(tile, first_token, min(kWarpgroupRows, tokens), params_);
 
     // Blocks that only the other warpgroup's rows see: later ones are skipped; earlier ones (of a sliding window) are
     // at most one, and are computed, masked.
     const int last = shared_blocks.begin;
-    if (pending_ && blocks.end < shared_blocks.end) flush();
+    if (blocks.end < shared_blocks.end) flush_pending();
     for (int block = shared_blocks.end - 1; block >= max(blocks.end, last); --block) skip_block();
-    if (blocks.end == 0) {
-      if (pending_) flush();
-      if (first_row < tile.q_len) write_empty_rows(tile, first_row);
+    if (blocks.empty()) {
+      flush_pending();
+      if (first_token < tile.q_len) finish_without_keys(tile, first_token);
       return;
     }
 
     wait_for_query();
     // The store warp takes whole tiles only: the rows behind a sequence's end are the next sequence's.
-    const bool staged = kQInRegisters && pending_ && shuffled(mine().row) + kWarpgroupRows <= shuffled(mine().q_len);
+    const bool staged = kQInRegisters && pending_ && shuffled(mine().token) + kWarpgroupRows <= shuffled(mine().q_len);
     if (kQInRegisters && !staged) release_query();
 
-    const Mask mask(tile, first_row + row_in_warpgroup(), params_.window_left);
+    const Mask mask(tile, Rows(first_token, tile.q_len, params_), params_.window_left);
     int block = blocks.end - 1;
-    if (pending_) {
+    if (kSeamless && pending_) {
       first_step<true>(mask, block, last, staged);
     } else {
       first_step<false>(mask, block, last, staged);
     }
-    remember(tile, first_row);
+    remember(tile, first_token);
     clear(o_);
     for (--block; block >= max(blocks.full_end, last); --block) step<true>(mask, block, last, tile.kv_len);
     if constexpr (kMask == MaskType::sliding) {
@@ -98,12 +104,13 @@ class Consumer {
     }
     pending_valid_rows_ = tile.kv_len - last * kTileKV;
     pending_ = true;
+    if constexpr (!kSeamless) flush();
   }
 
   // The first block of a tile, beside the last P V of the pending tile.
   template <bool kPending>
   __device__ __forceinline__ void first_step(const Mask& mask, int block, int last, bool staged) {
-    const Softmax finished = softmax_;
+    Softmax finished = softmax_;
     take_turn();
     issue_logits();
     if constexpr (kPending) issue_output(pending_valid_rows_);
@@ -134,6 +141,10 @@ class Consumer {
     if (moved) rescale_output();
   }
 
+  __device__ __forceinline__ void flush_pending() {
+    if (kSeamless && pending_) flush();
+  }
+
   // The pending tile without a next block to hide behind. Its rows go out directly: the Q buffer may already hold
   // the next Q.
   __device__ __forceinline__ void flush() {
@@ -148,11 +159,15 @@ class Consumer {
 
   __device__ __forceinline__ void take_turn() {
     ptx::mbarrier_wait(storage().k_full[k_ring_.stage], k_ring_.parity);
+    if constexpr (kTakesTurns) wait_for_turn();
+  }
+
+  __device__ __forceinline__ void wait_for_turn() const {
     ptx::named_barrier_sync(kTurnBarrier + warpgroup_, kConsumerThreads);
   }
 
-  __device__ __forceinline__ void pass_turn() {
-    ptx::named_barrier_arrive(kTurnBarrier + (kConsumers - 1 - warpgroup_), kConsumerThreads);
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (kTakesTurns) ptx::named_barrier_arrive(kTurnBarrier + (1 - warpgroup_), kConsumerThreads);
   }
 
   // s = Q K^T
@@ -194,9 +209,13 @@ class Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kTileKV / 16; ++i) {
-      ptx::Wgmma<kDType, kHeadDimV>::template rs<ptx::Major::MN, true>(
-          o_, p_[4 * i], p_[4 * i + 1], p_[4 * i + 2], p_[4 * i + 3],
-          ptx::advance_descriptor(v, i * 16 * kRowBytes));
+#pragma unroll
+      for (int column = 0; column < kHeadDimV; column += kProductN) {
+        using Columns = float[kProductN / 2];
+        ptx::Wgmma<kDType, kProductN>::template rs<ptx::Major::MN, true>(
+            reinterpret_cast<Columns&>(o_[column / 2]), p_[4 * i], p_[4 * i + 1], p_[4 * i + 2], p_[4 * i + 3],
+            ptx::advance_descriptor(v, i * 16 * kRowBytes + column / kChunk * (kTileKV * kRowBytes)));
+      }
     }
     ptx::wgmma_commit();
   }
@@ -293,40 +312,60 @@ class Consumer {
 
   // ---- finished tiles
 
-  __device__ __forceinline__ void remember(const Tile& tile, int first_row) {
+  __device__ __forceinline__ void remember(const Tile& tile, int first_token) {
     __syncwarp();
-    if (lane_ == 0) mine() = {first_row, tile.q_start, tile.q_len, tile.head, tile.kv_len};
+    if (lane_ == 0) {
+      PendingTile& pending = mine();
+      pending.token = first_token;
+      pending.q_start = tile.q_start;
+      pending.q_len = tile.q_len;
+      pending.head = tile.head;
+      if constexpr (kSplit) {
+        pending.slot = tile.slot;
+        pending.part = tile.work - 1;
+        pending.parts = ceil_div(ceil_div(tile.kv_len, kTileKV), params_.blocks_per_split);
+      }
+    }
     __syncwarp();
   }
 
-  __device__ __forceinline__ void finish_tile(const Softmax& softmax, bool staged) {
+  __device__ __forceinline__ void finish_tile(Softmax& softmax, bool staged) {
     const PendingTile tile = mine();
-    const int row = tile.row + row_in_warpgroup();
-    const float* sink = params_.attention_sinks == nullptr ? nullptr : params_.attention_sinks + tile.head;
+    const Rows rows(tile.token, tile.q_len, params_);
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) softmax.l[r] = quad_sum(softmax.l[r]);
+    if constexpr (kSplit) {
+      if (tile.slot >= 0) {
+        store_partial(params_, tile, rows, o_, softmax);
+        if (!arrive_last(params_, tile, storage().arrival, kWarpgroupBarrier + warpgroup_)) return;
+        combine(params_, tile, rows, o_, softmax);
+      }
+    }
     float factor[kRowsPerThread], lse[kRowsPerThread];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      const RowResult result = finish_row(softmax.m[r], quad_sum(softmax.l[r]), softmax.scale, sink);
+      const float* sinks = params_.attention_sinks;
+      const float* sink = sinks == nullptr || !rows.valid[r] ? nullptr : sinks + tile.head + rows.head[r];
+      const RowResult result = finish_row(softmax.m[r], softmax.l[r], softmax.scale, sink);
       factor[r] = result.factor * bmm2_scale_;
       lse[r] = result.lse;
     }
-    store_lse(params_, tile, row, lse);
+    store_lse(params_, tile, rows, lse);
     if (staged) {
       stage_rows(storage().q[warpgroup_], o_, factor);
-      if ((threadIdx.x & 127) == 0) storage().store[warpgroup_] = {tile.q_start + tile.row, tile.head};
+      if ((threadIdx.x & 127) == 0) storage().store[warpgroup_] = {tile.q_start + tile.token, tile.head};
       ptx::fence_proxy_async();
       arrive(storage().store_full[warpgroup_]);
     } else {
-      store_rows(params_, tile, row, o_, factor);
+      store_rows(params_, tile, rows, o_, factor);
     }
   }
 
-  __device__ __forceinline__ void write_empty_rows(const Tile& tile, int first_row) {
-    const float zero[kRowsPerThread] = {0.f, 0.f}, lse[kRowsPerThread] = {-kInfinity, -kInfinity};
-    remember(tile, first_row);
+  __device__ __forceinline__ void finish_without_keys(const Tile& tile, int first_token) {
+    remember(tile, first_token);
     clear(o_);
-    store_lse(params_, mine(), first_row + row_in_warpgroup(), lse);
-    store_rows(params_, mine(), first_row + row_in_warpgroup(), o_, zero);
+    softmax_.clear();
+    finish_tile(softmax_, false);
   }
 
   __device__ __forceinline__ void dismiss_store_warp() {
@@ -346,7 +385,6 @@ class Consumer {
 
   __device__ __forceinline__ PendingTile& mine() const { return storage().pending[warpgroup_ * 4 + warp_]; }
   __device__ __forceinline__ static int shuffled(int value) { return __shfl_sync(~0u, value, 0); }
-  __device__ __forceinline__ int row_in_warpgroup() const { return warp_ * 16 + lane_ / 4; }
 
   static __device__ __forceinline__ void clear(Output& o) {
 #pragma unroll

@@ -48,15 +48,13 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
   (odd ? w[2] : w[3]) = d;
 }
 
-// Rows of one warp, each written only if it belongs to the sequence.
-__device__ __forceinline__ void store_rows(const Params& params, const PendingTile& tile, int row, const Output& o,
-                                           const float (&factor)[kRowsPerThread]) {
-  const int64_t head_offset = tile.head * params.out_stride_head;
+// A thread's rows, each written only if it belongs to the sequence. All lanes of the warp take part.
+__device__ __forceinline__ void store_rows(const Params& params, const PendingTile& tile, const Rows& rows,
+                                           const Output& o, const float (&factor)[kRowsPerThread]) {
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
-    const bool valid = row + 8 * r < tile.q_len;
-    uint16_t* out = static_cast<uint16_t*>(params.out) + (tile.q_start + row + 8 * r) * params.out_stride_token +
-                    head_offset + 8 * (threadIdx.x & 3);
+    uint16_t* out = static_cast<uint16_t*>(params.out) + (tile.q_start + rows.token[r]) * params.out_stride_token +
+                    (tile.head + rows.head[r]) * params.out_stride_head + 8 * (threadIdx.x & 3);
 #pragma unroll
     for (int group = 0; group < kHeadDimV / 32; ++group) {
       uint32_t words[4];
@@ -66,7 +64,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const PendingTi
         words[j] = pack(o[i] * factor[r], o[i + 1] * factor[r]);
       }
       quad_transpose(words);
-      if (valid) *reinterpret_cast<uint4*>(out + 32 * group) = make_uint4(words[0], words[1], words[2], words[3]);
+      if (rows.valid[r]) *reinterpret_cast<uint4*>(out + 32 * group) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
@@ -89,13 +87,14 @@ __device__ __forceinline__ void stage_rows(uint16_t (*buffer)[kWarpgroupRows][kC
   }
 }
 
-__device__ __forceinline__ void store_lse(const Params& params, const PendingTile& tile, int row,
+__device__ __forceinline__ void store_lse(const Params& params, const PendingTile& tile, const Rows& rows,
                                           const float (&lse)[kRowsPerThread]) {
   if (params.lse == nullptr || (threadIdx.x & 3) != 0) return;
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
-    if (row + 8 * r >= tile.q_len) continue;
-    params.lse[(tile.q_start + row + 8 * r) * params.lse_stride_token + tile.head * params.lse_stride_head] = lse[r];
+    if (!rows.valid[r]) continue;
+    params.lse[(tile.q_start + rows.token[r]) * params.lse_stride_token +
+               (tile.head + rows.head[r]) * params.lse_stride_head] = lse[r];
   }
 }
 

@@ -1,7 +1,7 @@
 // Ragged attention prefill for compute capability 9.0a: out = softmax(bmm1_scale Q K^T + mask) V, 16-bit types.
 //
-// One persistent block per multiprocessor, three warpgroups: a producer that feeds shared memory with the tensor
-// copy engine, and two consumers of 64 query rows each. Read consumer.cuh for the main loop, scheduler.cuh for the
+// Persistent blocks of two or three warpgroups: a producer that feeds shared memory with the tensor copy engine, and
+// one or two consumers of 64 query rows each. Read consumer.cuh for the main loop, scheduler.cuh for the
 // order of work, softmax.cuh for the numerics.
 #include "config.h"
 #include "consumer.cuh"
@@ -12,7 +12,7 @@
 // Read from the cubin by the build, which writes it into the kernel's table row.
 extern "C" __device__ const unsigned int fmha_dynamic_shared_memory = sizeof(fmha::Storage);
 
-extern "C" __global__ void __launch_bounds__(fmha::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(fmha::kThreads, fmha::kBlocksPerSM)
     KERNEL_NAME(const __grid_constant__ fmha::Params params) {
   using namespace fmha;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);

@@ -1,5 +1,6 @@
 // Visible keys of a thread's two rows, and their application to the logits.
 #pragma once
+#include "rows.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 
@@ -8,11 +9,11 @@ namespace fmha {
 struct Mask {
   int begin[kRowsPerThread], end[kRowsPerThread];  // keys of the sequence
 
-  __device__ __forceinline__ Mask(const Tile& tile, int row, int window_left) {
+  __device__ __forceinline__ Mask(const Tile& tile, const Rows& rows, int window_left) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      begin[r] = key_begin(tile, row + 8 * r, window_left);
-      end[r] = key_end(tile, row + 8 * r, window_left);
+      begin[r] = key_begin(tile, rows.token[r], window_left);
+      end[r] = key_end(tile, rows.token[r]);
     }
   }
 

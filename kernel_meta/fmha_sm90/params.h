@@ -8,11 +8,11 @@
 namespace fmha {
 
 struct Params {
-  // (64 elements, tokens, heads, head_dim / 64), 128-byte swizzle; boxes (64, rows, 1, head_dim / 64).
-  ptx::TensorMap query_map;  // rows = 64
-  ptx::TensorMap key_map;    // rows = kTileKV
-  ptx::TensorMap value_map;  // rows = kTileKV
-  ptx::TensorMap out_map;    // rows = 64
+  // (64 elements, tokens, heads, head_dim / 64), 128-byte swizzle.
+  ptx::TensorMap query_map;  // box (64, 64, 1, head_dim / 64); split: (64, tile_tokens, tile_heads, 1)
+  ptx::TensorMap key_map;    // box (64, kTileKV, 1, head_dim / 64)
+  ptx::TensorMap value_map;  // box (64, kTileKV, 1, head_dim / 64)
+  ptx::TensorMap out_map;    // box (64, 64, 1, head_dim / 64)
 
   void* out;                         // [total_q, num_heads_q, head_dim_v]
   float* lse;                        // [total_q, num_heads_q] or null
@@ -22,6 +22,8 @@ struct Params {
   const float* bmm1_scale_pointer;   // one float, or null: bmm1_scale holds
   const float* bmm2_scale_pointer;   // one float, or null: bmm2_scale holds
   unsigned long long* tile_counter;  // in the workspace, contents undefined on entry
+  unsigned long long* arrivals;      // split: one counter per slot, contents undefined on entry
+  float* partials;                   // split: [slots][kPartialFloats]
 
   int64_t out_stride_token;  // elements
   int64_t out_stride_head;
@@ -37,10 +39,18 @@ struct Params {
   int32_t window_left;  // keys to the left of the diagonal that a row sees; sliding rows only
   float bmm1_scale;
   float bmm2_scale;
+
+  // Split: how the rows of one kv head are packed, and how the keys of a sequence are divided. A sequence longer than
+  // the maxima, which has no slots, is not divided.
+  int32_t tile_tokens;       // tokens of a tile; tile_tokens * tile_heads <= 64
+  int32_t tile_heads;        // heads of a tile, a divisor of heads_per_kv_head
+  int32_t blocks_per_split;  // key blocks of one part
+  int32_t max_splits;        // parts of the longest sequence
+  int32_t max_q_blocks;      // tiles along the tokens of the longest sequence
 };
 
-static_assert(offsetof(Params, out) == 512 && offsetof(Params, out_stride_token) == 576 &&
-                  offsetof(Params, launch_tag) == 608 && offsetof(Params, bmm2_scale) == 640 && sizeof(Params) == 704,
+static_assert(offsetof(Params, out) == 512 && offsetof(Params, out_stride_token) == 592 &&
+                  offsetof(Params, launch_tag) == 624 && offsetof(Params, tile_tokens) == 660 && sizeof(Params) == 704,
               "the layout is an ABI: a change needs a new name and a new packer");
 
 }  // namespace fmha

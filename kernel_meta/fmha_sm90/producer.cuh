@@ -23,9 +23,10 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
     ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
     const Tile tile = s.tiles[slot.stage];
     ptx::mbarrier_arrive(s.tile_empty[slot.stage]);
-    if (!tile.valid) return;
+    if (tile.work == 0) return;
 
-    const BlockRange blocks = block_range(tile, tile.q_block * kTileQ, kTileQ, params.window_left);
+    const int tokens = tile_tokens(params);
+    const BlockRange blocks = block_range(tile, tile.q_block * tokens, tokens, params);
     const int kv_head = tile.head / params.heads_per_kv_head;
     auto load_k = [&](int block) {
       ptx::mbarrier_wait(s.k_empty[k_ring.stage], k_ring.parity ^ 1);
@@ -55,12 +56,29 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
   }
 }
 
+__device__ __forceinline__ void load_query(const Params& params, const Tile& tile, int consumer, int token,
+                                           uint64_t policy) {
+  Storage& s = storage();
+  const int row = tile.q_start + token;
+  if constexpr (kSplit) {
+    // Rows land as [head][token]. A chunk at a time: each starts on a swizzle atom, whatever the number of rows.
+    ptx::mbarrier_arrive_expect(s.q_full[consumer], params.tile_tokens * params.tile_heads * kRowBytes * kChunksQK);
+    for (int chunk = 0; chunk < kChunksQK; ++chunk) {
+      ptx::tma_load_4d(s.q[consumer][chunk], params.query_map, s.q_full[consumer], policy, 0, row, tile.head, chunk);
+    }
+  } else {
+    ptx::mbarrier_arrive_expect(s.q_full[consumer], kQBytes);
+    ptx::tma_load_4d(s.q[consumer], params.query_map, s.q_full[consumer], policy, 0, row, tile.head, 0);
+  }
+}
+
 // One warp.
 __device__ __forceinline__ void schedule_and_load_queries(const Params& params) {
   Storage& s = storage();
   const bool leader = (threadIdx.x & 31) == 0;
   const uint64_t policy = ptx::l2_policy_evict_first();
-  uint32_t q_empty_parity[kConsumers] = {1, 1};
+  uint32_t q_empty_parity[kConsumers];
+  for (uint32_t& parity : q_empty_parity) parity = 1;
   Ring<kTileSlots> slot;
   uint32_t near_end_parity = 0;
   TileScheduler scheduler(params);
@@ -72,16 +90,15 @@ __device__ __forceinline__ void schedule_and_load_queries(const Params& params) 
       s.tiles[slot.stage] = tile;
       ptx::mbarrier_arrive(s.tile_full[slot.stage]);
     }
-    if (!tile.valid) break;
+    if (tile.work == 0) break;
     if (leader) {
 #pragma unroll
       for (int w = 0; w < kConsumers; ++w) {
-        const int row = tile.q_block * kTileQ + w * kWarpgroupRows;
-        if (block_range(tile, row, kWarpgroupRows, params.window_left).end == 0) continue;
+        const int token = tile.q_block * tile_tokens(params) + w * kWarpgroupRows;
+        if (block_range(tile, token, min(kWarpgroupRows, tile_tokens(params)), params).empty()) continue;
         ptx::mbarrier_wait(s.q_empty[w], q_empty_parity[w]);
         q_empty_parity[w] ^= 1;
-        ptx::mbarrier_arrive_expect(s.q_full[w], kQBytes);
-        ptx::tma_load_4d(s.q[w], params.query_map, s.q_full[w], policy, 0, tile.q_start + row, tile.head, 0);
+        load_query(params, tile, w, token, policy);
       }
       ptx::mbarrier_wait(s.near_end, near_end_parity);
     }
@@ -113,7 +130,7 @@ __device__ __forceinline__ void run_producer(const Params& params) {
     if (leader) load_keys_and_values(params);
   } else if (warp == 1) {
     schedule_and_load_queries(params);
-  } else if (kQInRegisters && leader) {
+  } else if (kQInRegisters && warp - 2 < kConsumers && leader) {
     store_outputs(params, warp - 2);
   }
 }

@@ -1,42 +1,14 @@
 // Which tile comes next. One warp per block runs this; the others receive tiles through Storage::tiles.
 //
-// Order: sequence by sequence; inside one, groups of heads whose keys and values share the L2 cache; inside a group
+// Order: sequence by sequence. Split: the parts of a tile side by side. Otherwise, inside a sequence, groups of heads whose keys and values share the L2 cache; inside a group
 // the longest rows of a causal mask first, heads innermost. Tile i < gridDim.x belongs to block i; later ones go to
 // whoever draws the next ticket.
 #pragma once
 #include "params.h"
+#include "tickets.cuh"
 #include "tile.cuh"
 
 namespace fmha {
-
-// Tickets without a counter that somebody must have zeroed. The word holds (tag, count); a word with another tag is
-// foreign content, and the first block to swap it out starts the count. The block that draws the last ticket puts 0
-// back, which is nobody's tag: a graph replay, whose tag is that of the recording, finds foreign content again.
-class TicketCounter {
- public:
-  __device__ TicketCounter(unsigned long long* word, uint32_t tag) : word_(word), tag_(tag) {}
-
-  __device__ __forceinline__ int draw() const {
-    unsigned long long seen = atomicAdd(word_, 1ull);
-    while (tag_of(seen) != tag_) {
-      const unsigned long long ours = seen + 1;
-      const unsigned long long found = atomicCAS(word_, ours, static_cast<unsigned long long>(tag_) << 32 | 1);
-      if (found == ours) return 0;
-      seen = tag_of(found) == tag_ ? atomicAdd(word_, 1ull) : found - 1;
-    }
-    return static_cast<int>(seen);
-  }
-
-  __device__ __forceinline__ void release() const { *static_cast<volatile unsigned long long*>(word_) = 0; }
-
- private:
-  static __device__ __forceinline__ uint32_t tag_of(unsigned long long word) {
-    return static_cast<uint32_t>(word >> 32);
-  }
-
-  unsigned long long* word_;
-  uint32_t tag_;
-};
 
 class TileScheduler {
  public:
@@ -45,7 +17,7 @@ class TileScheduler {
   __device__ explicit TileScheduler(const Params& params)
       : params_(params), counter_(params.tile_counter, params.launch_tag), index_(blockIdx.x) {}
 
-  // The tile at the current index; `valid` is 0 behind the last one. All lanes of the warp take part and get it.
+  // The tile at the current index; `work` is 0 behind the last one. All lanes of the warp take part and get it.
   __device__ __forceinline__ Tile current() {
     const int lane = threadIdx.x & 31;
     while (index_ >= window_begin_ + window_tiles_) {
@@ -70,7 +42,7 @@ class TileScheduler {
     index_ = gridDim.x + ticket_;
   }
 
-  // Call once, after current() has returned an invalid tile.
+  // Call once, after current() has returned a tile without work.
   __device__ __forceinline__ void finish() const {
     const int tiles = window_begin_;
     if ((threadIdx.x & 31) == 0 && ticket_ >= 0 && ticket_ == tiles - 1) counter_.release();
@@ -85,14 +57,16 @@ class TileScheduler {
   __device__ __forceinline__ void load_window(int lane) {
     const int sequence = first_sequence_ + lane;
     q_blocks_ = q_start_ = q_len_ = kv_start_ = kv_len_ = 0;
+    splits_ = 1;
     if (sequence < params_.batch_size) {
       q_start_ = min(max(params_.cum_seq_lens_q[sequence], 0), params_.total_q);
       q_len_ = max(0, min(params_.cum_seq_lens_q[sequence + 1], params_.total_q) - q_start_);
       kv_start_ = min(max(params_.cum_seq_lens_kv[sequence], 0), params_.total_kv);
       kv_len_ = max(0, min(params_.cum_seq_lens_kv[sequence + 1], params_.total_kv) - kv_start_);
-      q_blocks_ = ceil_div(q_len_, kTileQ);
+      q_blocks_ = ceil_div(q_len_, tile_tokens(params_));
+      splits_ = splits(q_blocks_, kv_len_);
     }
-    tiles_through_lane_ = q_blocks_ * params_.num_heads_q;
+    tiles_through_lane_ = q_blocks_ * head_units() * splits_;
 #pragma unroll
     for (int distance = 1; distance < 32; distance <<= 1) {
       const int below = __shfl_up_sync(~0u, tiles_through_lane_, distance);
@@ -104,13 +78,28 @@ class TileScheduler {
   __device__ __forceinline__ Tile decode(int offset) const {
     const int lane = __ffs(__ballot_sync(~0u, tiles_through_lane_ > offset)) - 1;
     const int q_blocks = __shfl_sync(~0u, q_blocks_, lane);
-    offset -= __shfl_sync(~0u, tiles_through_lane_, lane) - q_blocks * params_.num_heads_q;
+    const int splits = __shfl_sync(~0u, splits_, lane);
+    offset -= __shfl_sync(~0u, tiles_through_lane_, lane) - q_blocks * head_units() * splits;
     Tile tile{};
-    tile.valid = 1;
+    tile.work = 1;
     tile.q_start = __shfl_sync(~0u, q_start_, lane);
     tile.q_len = __shfl_sync(~0u, q_len_, lane);
     tile.kv_start = __shfl_sync(~0u, kv_start_, lane);
     tile.kv_len = __shfl_sync(~0u, kv_len_, lane);
+
+    if constexpr (kSplit) {
+      const int unit = offset / splits;
+      tile.work = 1 + offset - unit * splits;
+      tile.q_block = unit / head_units();
+      const int head_unit = unit - tile.q_block * head_units();
+      tile.head = head_unit * params_.tile_heads;
+      const int sequence = first_sequence_ + lane;
+      tile.slot = -1;
+      if (splits > 1) {
+        tile.slot = ((sequence * params_.max_q_blocks + tile.q_block) * head_units() + head_unit) * params_.max_splits;
+      }
+      return tile;
+    }
 
     // Head groups of `size` or size - 1 heads, the larger ones first.
     const int groups = ceil_div(params_.num_heads_q, heads_per_group(tile.kv_len));
@@ -128,6 +117,18 @@ class TileScheduler {
     tile.head = first_head + group * size + offset - row_rank * size;
     tile.q_block = kMask == MaskType::dense ? row_rank : q_blocks - 1 - row_rank;
     return tile;
+  }
+
+  __device__ __forceinline__ int head_units() const {
+    if constexpr (kSplit) return params_.num_heads_q / params_.tile_heads;
+    return params_.num_heads_q;
+  }
+
+  __device__ __forceinline__ int splits(int q_blocks, int kv_len) const {
+    if constexpr (!kSplit) return 1;
+    const int parts = ceil_div(ceil_div(kv_len, kTileKV), params_.blocks_per_split);
+    const bool has_slots = q_blocks <= params_.max_q_blocks && parts <= params_.max_splits;
+    return has_slots ? max(1, parts) : 1;
   }
 
   // A group's keys and values fill at most half of the L2 cache. A dense mask has no long and short rows to balance,
@@ -150,7 +151,7 @@ class TileScheduler {
   int window_begin_ = 0;
   int window_tiles_ = 0;
   // Of this lane's sequence.
-  int q_blocks_ = 0, q_start_ = 0, q_len_ = 0, kv_start_ = 0, kv_len_ = 0, tiles_through_lane_ = 0;
+  int q_blocks_ = 0, q_start_ = 0, q_len_ = 0, kv_start_ = 0, kv_len_ = 0, splits_ = 1, tiles_through_lane_ = 0;
 };
 
 }  // namespace fmha

@@ -1,7 +1,7 @@
 // Online softmax of one warpgroup's 64 x kTileKV logits, in wgmma's accumulator layout.
 //
-// A thread holds rows g and g + 8 of its warp's 16 (g = lane / 4), two neighbouring columns at a time:
-// s[4 j + 0, 1] are columns 8 j + 2 (lane % 4) and the next of row g, s[4 j + 2, 3] those of row g + 8.
+// A thread holds two rows (rows.cuh), two neighbouring columns at a time: s[4 j + 0, 1] are columns 8 j + 2 (lane % 4)
+// and the next of row g, s[4 j + 2, 3] those of row g + 8.
 //
 // Numerics. With scale in base 2 (bmm scale * log2 e) and reference m of a row, p = 2^(scale * (s - m)). The result
 // does not depend on m, which need not be the exact maximum: it only has to keep p in range. So m moves only when a
@@ -11,13 +11,13 @@
 #pragma once
 #include "common/ptx/math.cuh"
 #include "config.h"
+#include "rows.cuh"
 
 namespace fmha {
 
 constexpr float kSlack = 8.f;  // base-2 units
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kInfinity = __builtin_huge_valf();
-constexpr int kRowsPerThread = 2;
 
 using Logits = float[kTileKV / 2];
 
@@ -54,6 +54,15 @@ struct Softmax {
   // The slack stays finite: a row without a reference yet, m = -inf, must outgrow it with its first visible key.
   __device__ __forceinline__ explicit Softmax(float scale_log2)
       : scale(scale_log2), slack(fminf(kSlack / scale_log2, __FLT_MAX__)) {}
+
+  // A tile without keys.
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      m[r] = -kInfinity;
+      l[r] = 0.f;
+    }
+  }
 
   // First block of a tile: the reference is its exact maximum.
   __device__ __forceinline__ void first(Logits& s) {

@@ -16,11 +16,13 @@ struct StoreRequest {
 
 // What a consumer warp still has to know about its previous tile when it finishes it (registers are scarcer).
 struct PendingTile {
-  int row;  // the warpgroup's first row in the sequence
+  int token;  // the warpgroup's first, in the sequence
   int q_start;
   int q_len;
   int head;
-  int kv_len;
+  int slot;
+  int part;
+  int parts;
 };
 
 struct alignas(1024) Storage {
@@ -40,13 +42,16 @@ struct alignas(1024) Storage {
   Tile tiles[kTileSlots];
   StoreRequest store[kConsumers];
   PendingTile pending[kConsumerWarps];
+  int arrival;  // split: the ticket that a consumer drew for its finished part
 };
 
 constexpr int kQBytes = sizeof(Storage::q) / kConsumers;
 constexpr int kKBytes = sizeof(Storage::k) / kStagesK;
 constexpr int kVBytes = sizeof(Storage::v) / kStagesV;
 
-static_assert(sizeof(Storage) <= 232448, "a block of compute capability 9.0 has 227 KiB of shared memory");
+constexpr int kReservedPerBlock = 1024;  // by the system
+static_assert(kBlocksPerSM * (sizeof(Storage) + kReservedPerBlock) <= 233472,
+              "a multiprocessor of compute capability 9.0 has 228 KiB of shared memory");
 static_assert(kHeadDimV <= kHeadDimQK, "the output is staged in the bytes of Q");
 
 __device__ __forceinline__ Storage& storage() {

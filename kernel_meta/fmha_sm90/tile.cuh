@@ -5,22 +5,28 @@
 
 namespace fmha {
 
-// kTileQ query rows of one head of one sequence. Two 16-byte words, so that a warp reads it with two loads.
+// Rows of one sequence: kTileQ of one head, or packed ones of several (split). Two 16-byte words, so that a warp reads
+// it with two loads.
 struct alignas(16) Tile {
-  int q_block;  // rows q_block * kTileQ ... of the sequence
+  int q_block;  // tokens q_block * tile_tokens() ... of the sequence
   int q_len;
   int kv_len;
-  int valid;  // 0: there is no more work
+  int work;  // 0: there is no more; else 1 + the part of the keys
   int head;
   int q_start;   // the sequence's first row in the query tensor
   int kv_start;  // ... in the key tensor
-  int unused;
+  int slot;      // split: of its first part; negative where the keys are not divided
 };
+
+__device__ __forceinline__ int tile_tokens(const Params& params) {
+  if constexpr (kSplit) return params.tile_tokens;
+  return kTileQ;
+}
 
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // First key that no longer is visible to `row` of its sequence. Bottom-right aligned.
-__device__ __forceinline__ int key_end(const Tile& tile, int row, int /*window_left*/) {
+__device__ __forceinline__ int key_end(const Tile& tile, int row) {
   if constexpr (kMask == MaskType::dense) return tile.kv_len;
   return max(0, min(tile.kv_len, row + 1 + tile.kv_len - tile.q_len));
 }
@@ -31,20 +37,28 @@ __device__ __forceinline__ int key_begin(const Tile& tile, int row, int window_l
   return max(0, row + tile.kv_len - tile.q_len - window_left);
 }
 
-// Key blocks [begin, end) hold every key that rows [first, first + count) see; [full_begin, full_end) of them are
-// seen whole by all of these rows.
+// Key blocks [begin, end) hold every key of the tile's part that rows [first, first + count) see; [full_begin,
+// full_end) of them are seen whole by all of these rows.
 struct BlockRange {
   int begin, end, full_begin, full_end;
+
+  __device__ __forceinline__ bool empty() const { return begin >= end; }
 };
 
-__device__ __forceinline__ BlockRange block_range(const Tile& tile, int first, int count, int window_left) {
+__device__ __forceinline__ BlockRange block_range(const Tile& tile, int first, int count, const Params& params) {
   BlockRange range{0, 0, 0, 0};
   if (first >= tile.q_len) return range;
   const int last = min(first + count, tile.q_len) - 1;
-  range.end = ceil_div(key_end(tile, last, window_left), kTileKV);
-  range.begin = min(key_begin(tile, first, window_left) / kTileKV, range.end);
-  range.full_end = key_end(tile, first, window_left) / kTileKV;
-  range.full_begin = ceil_div(key_begin(tile, last, window_left), kTileKV);
+  range.end = ceil_div(key_end(tile, last), kTileKV);
+  range.begin = min(key_begin(tile, first, params.window_left) / kTileKV, range.end);
+  range.full_end = key_end(tile, first) / kTileKV;
+  range.full_begin = ceil_div(key_begin(tile, last, params.window_left), kTileKV);
+  if constexpr (kSplit) {
+    if (tile.slot >= 0) {
+      range.begin = min((tile.work - 1) * params.blocks_per_split, range.end);
+      range.end = min(range.begin + params.blocks_per_split, range.end);
+    }
+  }
   return range;
 }
 

@@ -1,0 +1,36 @@
+// A counter in global memory that nobody has to initialise.
+#pragma once
+#include <cstdint>
+
+namespace fmha {
+
+// Tickets without a counter that somebody must have zeroed. The word holds (tag, count); a word with another tag is
+// foreign content, and the first block to swap it out starts the count. Whoever draws the last ticket puts 0 back,
+// which is nobody's tag: a graph replay, whose tag is that of the recording, finds foreign content again.
+class TicketCounter {
+ public:
+  __device__ TicketCounter(unsigned long long* word, uint32_t tag) : word_(word), tag_(tag) {}
+
+  __device__ __forceinline__ int draw() const {
+    unsigned long long seen = atomicAdd(word_, 1ull);
+    while (tag_of(seen) != tag_) {
+      const unsigned long long ours = seen + 1;
+      const unsigned long long found = atomicCAS(word_, ours, static_cast<unsigned long long>(tag_) << 32 | 1);
+      if (found == ours) return 0;
+      seen = tag_of(found) == tag_ ? atomicAdd(word_, 1ull) : found - 1;
+    }
+    return static_cast<int>(seen);
+  }
+
+  __device__ __forceinline__ void release() const { *static_cast<volatile unsigned long long*>(word_) = 0; }
+
+ private:
+  static __device__ __forceinline__ uint32_t tag_of(unsigned long long word) {
+    return static_cast<uint32_t>(word >> 32);
+  }
+
+  unsigned long long* word_;
+  uint32_t tag_;
+};
+
+}  // namespace fmha

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import errno
 import gzip
@@ -15,15 +16,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import requests
 from http_server import Reply, ScriptedServer, serving
 
-from cubin_runtime import fetch
+from cubin_runtime import transfer
+from cubin_runtime.cache import CacheStore
 from cubin_runtime.errors import ArtifactNotFoundError, DownloadError, IntegrityError, OfflineError
 from cubin_runtime.fetch import obtain
 from cubin_runtime.manifest import Artifact
+from cubin_runtime.mirrors import Body
 from cubin_runtime.settings import Settings
-from cubin_runtime.store import CacheStore
 
 DATA = b"\x7fELF" + hashlib.sha256(b"seed").digest() * 4000
 ARTIFACT = Artifact(
@@ -44,8 +45,17 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Takes the place of the pauses between tries."""
     pauses: list[float] = []
     clock = types.SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
-    monkeypatch.setattr(fetch, "time", clock)
+    monkeypatch.setattr(transfer, "time", clock)
+    monkeypatch.setattr(transfer, "_jittered", lambda seconds: seconds)
     return pauses
+
+
+@pytest.fixture
+def no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        pytest.fail("a socket was opened")
+
+    monkeypatch.setattr(socket, "socket", refuse)
 
 
 def make_settings(folder: Path, *mirrors: str, **variables: str) -> Settings:
@@ -59,17 +69,19 @@ def make_settings(folder: Path, *mirrors: str, **variables: str) -> Settings:
 
 
 def cached(folder: Path) -> list[str]:
-    """Files in the cache, without locks."""
+    """Files in the cache, without locks and tag."""
     cache = folder / "cache"
     found = [str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file()]
-    return sorted(path for path in found if not path.startswith("locks/"))
+    return sorted(path for path in found if path != "CACHEDIR.TAG" and not path.startswith("locks/"))
 
 
-class NoNetwork(requests.Session):
-    """Fails the test that makes a request."""
+class NoMirror:
+    """Fails the test that asks it for something."""
 
-    def request(self, *args: object, **kwargs: object) -> requests.Response:
-        pytest.fail("a request was made")
+    location = "nowhere"
+
+    def open(self, path: str, artifact: Artifact, start: int) -> contextlib.AbstractContextManager[Body]:
+        pytest.fail("a mirror was asked")
 
 
 def test_download_is_kept_and_not_repeated(server: ScriptedServer, tmp_path: Path) -> None:
@@ -94,7 +106,7 @@ def test_local_stores_come_first(server: ScriptedServer, tmp_path: Path) -> None
     settings = make_settings(tmp_path, "http://127.0.0.1:9", ARTIFACT_DIR=str(tmp_path / "environment"))
     for store in ("environment", "folder"):
         CacheStore(tmp_path / store).write(ARTIFACT, DATA)
-        found = obtain(ARTIFACT, folder=tmp_path / "folder", settings=settings, session=NoNetwork())
+        found = obtain(ARTIFACT, folder=tmp_path / "folder", settings=settings, mirrors=[NoMirror()])
         assert (found.store, found.data) == (store, DATA)
     assert not (tmp_path / "cache").exists()
 
@@ -132,41 +144,41 @@ def test_all_mirrors_fail(server: ScriptedServer, tmp_path: Path) -> None:
 def test_what_may_pass_is_retried_in_place(
     server: ScriptedServer, tmp_path: Path, sleeps: list[float], status: int
 ) -> None:
-    url = server.script("m", Reply(status=status), Reply(status=status), OK)
+    url = server.script("m", *[Reply(status=status)] * 4, OK)
     assert obtain(ARTIFACT, settings=make_settings(tmp_path, url)).data == DATA
-    assert len(server.paths) == 3
-    assert sleeps == list(fetch.BACKOFF)
+    assert len(server.paths) == 5
+    assert sleeps == list(transfer.BACKOFF)
 
 
 def test_retries_are_bounded(server: ScriptedServer, tmp_path: Path, sleeps: list[float]) -> None:
     urls = [server.script("a", Reply(status=502)), server.script("b", OK)]
     assert obtain(ARTIFACT, settings=make_settings(tmp_path, *urls)).data == DATA
-    assert [path[1] for path in server.paths] == ["a", "a", "a", "b"]
+    assert [path[1] for path in server.paths] == ["a"] * 5 + ["b"]
 
 
 @pytest.mark.parametrize(
     ("header", "pause"),
-    [("7", 7.0), ("0", fetch.BACKOFF[0]), ("soon", fetch.BACKOFF[0]), ("-3", fetch.BACKOFF[0])],
+    [("7", 7), ("0", 0), ("soon", 0), ("-3", 0), ("Mon, 99 Foo 99999", 0)],
 )
 def test_retry_after(
     server: ScriptedServer, tmp_path: Path, sleeps: list[float], header: str, pause: float
 ) -> None:
     url = server.script("m", Reply(status=429, headers={"Retry-After": header}), OK)
     assert obtain(ARTIFACT, settings=make_settings(tmp_path, url)).data == DATA
-    assert sleeps == [pause]
+    assert sleeps == [pause + transfer.BACKOFF[0]]
 
 
 def test_retry_after_as_a_date(server: ScriptedServer, tmp_path: Path, sleeps: list[float]) -> None:
     date = email.utils.formatdate(time.time() + 20, usegmt=True)
     url = server.script("m", Reply(status=503, headers={"Retry-After": date}), OK)
     assert obtain(ARTIFACT, settings=make_settings(tmp_path, url)).data == DATA
-    assert 10 < sleeps[0] <= 20
+    assert 10 < sleeps[0] <= 20 + transfer.BACKOFF[0]
 
 
 def test_a_mirror_that_asks_for_a_long_pause_is_passed_over(
     server: ScriptedServer, tmp_path: Path, sleeps: list[float]
 ) -> None:
-    busy = Reply(status=429, headers={"Retry-After": "3600"})
+    busy = Reply(status=429, headers={"Retry-After": "9" * 400})
     urls = [server.script("a", busy), server.script("b", OK)]
     assert obtain(ARTIFACT, settings=make_settings(tmp_path, *urls)).data == DATA
     assert [path[1] for path in server.paths] == ["a", "b"]
@@ -174,11 +186,11 @@ def test_a_mirror_that_asks_for_a_long_pause_is_passed_over(
 
 
 FAULTS = {
-    "stalls before the answer": (Reply(delay=60), 3, "timed out"),
-    "stalls in the body": (Reply(DATA[:10], length=len(DATA), trickle=60), 3, "timed out"),
-    "is cut short": (Reply(DATA[:-1], length=len(DATA)), 3, "IncompleteRead"),
-    "is cut short unnoticed": (Reply(DATA[:-1], length=None), 3, "ended after"),
-    "is empty": (Reply(b"", length=None), 3, "ended after 0"),
+    "stalls before the answer": (Reply(delay=60), 5, "timed out"),
+    "stalls in the body": (Reply(DATA[:10], length=len(DATA), trickle=60), 5, "timed out"),
+    "is cut short": (Reply(DATA[:-1], length=len(DATA)), 5, "IncompleteRead"),
+    "is cut short unnoticed": (Reply(DATA[:-1], length=None), 5, "ended after"),
+    "is empty": (Reply(b"", length=None), 5, "ended after 0"),
     "has wrong bytes": (Reply(DATA[:-1] + b"x"), 1, "sha256"),
     "is too long": (Reply(DATA + b"x"), 1, "expected"),
     "never ends": (Reply(DATA, endless=True), 1, "more than"),
@@ -188,7 +200,7 @@ FAULTS = {
         1,
         "more than",
     ),
-    "is not what its encoding says": (Reply(DATA, headers={"Content-Encoding": "gzip"}), 3, "decode"),
+    "is not what its encoding says": (Reply(DATA, headers={"Content-Encoding": "gzip"}), 5, "decode"),
     "is an empty success": (Reply(status=204), 1, "HTTP 204"),
 }
 
@@ -213,7 +225,7 @@ def test_a_bad_body_never_gets_through(
 def test_a_trickle_meets_the_deadline(
     server: ScriptedServer, tmp_path: Path, sleeps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "MIN_RATE", 2**40)
+    monkeypatch.setattr(transfer, "MIN_RATE", 2**40)
     slow = server.script("slow", Reply(DATA, trickle=0.02))
     began = time.monotonic()
     with pytest.raises(DownloadError, match="too slow"):
@@ -243,11 +255,12 @@ def test_passwords_are_used_and_not_shown(server: ScriptedServer, tmp_path: Path
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_socket")
 @pytest.mark.parametrize("offline", ["0", "1"])
 def test_file_mirror_needs_no_network(tmp_path: Path, offline: str) -> None:
     CacheStore(tmp_path / "a b").write(ARTIFACT, DATA)
     settings = make_settings(tmp_path, f"file://{tmp_path}/a%20b/", OFFLINE=offline)
-    found = obtain(ARTIFACT, settings=settings, session=NoNetwork())
+    found = obtain(ARTIFACT, settings=settings)
     assert (found.store, found.path) == ("mirror", f"{tmp_path}/a b/{ARTIFACT.key}")
     assert cached(tmp_path) == [ARTIFACT.key]
 
@@ -260,16 +273,13 @@ def test_no_mirror(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_offline_opens_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        pytest.fail("a socket was opened")
-
-    monkeypatch.setattr(socket, "socket", refuse)
-    settings = make_settings(tmp_path, "http://mirror.invalid/x", OFFLINE="1")
+@pytest.mark.usefixtures("no_socket")
+def test_offline_opens_no_socket(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, "https://mirror.invalid/x s3://bucket", OFFLINE="1")
     path = CacheStore(settings.cache_dir).write(ARTIFACT, DATA)
     assert obtain(ARTIFACT, settings=settings).store == "cache"
     path.unlink()
-    with pytest.raises(OfflineError, match="`cubin-runtime fetch k`") as caught:
+    with pytest.raises(OfflineError, match="`cubin-runtime fetch --row k --dest DIR`") as caught:
         obtain(ARTIFACT, settings=settings)
     assert "CUBIN_RUNTIME_OFFLINE" in str(caught.value)
 
@@ -277,7 +287,7 @@ def test_offline_opens_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_dead_network_serves_cached_files_at_once(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, "http://127.0.0.1:9")
     CacheStore(settings.cache_dir).write(ARTIFACT, DATA)
-    assert obtain(ARTIFACT, settings=settings, session=NoNetwork()).store == "cache"
+    assert obtain(ARTIFACT, settings=settings, mirrors=[NoMirror()]).store == "cache"
 
 
 def test_dead_network_is_a_download_error(tmp_path: Path, sleeps: list[float]) -> None:
@@ -321,7 +331,7 @@ def test_full_disk_costs_a_warning_and_not_the_result(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         free = itertools.count()  # the warning is one, though what it says changes
-        patch.setattr("cubin_runtime.store._free_bytes", lambda path: next(free))
+        patch.setattr("cubin_runtime.cache._free_bytes", lambda path: 2**30 + next(free))
         for _ in range(2):
             assert obtain(ARTIFACT, settings=settings).data == DATA
     assert cached(tmp_path) == []

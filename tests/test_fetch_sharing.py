@@ -19,12 +19,13 @@ import pytest
 import requests  # noqa: F401  imported now, because it may be out of reach after a change of user
 from http_server import Reply, ScriptedServer, serving
 
-from cubin_runtime import fetch
+from cubin_runtime import fetch, transfer
+from cubin_runtime.cache import CacheStore
 from cubin_runtime.errors import DownloadError
 from cubin_runtime.fetch import obtain
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import Settings
-from cubin_runtime.store import CacheStore, Located
+from cubin_runtime.store import Located
 
 ROOT = Path(__file__).parent.parent
 NOBODY = 65534
@@ -239,7 +240,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(
     server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = make_settings(tmp_path, server.script("m", Reply(DATA, delay=60), Reply(DATA)), lock_timeout=0)
-    monkeypatch.setattr(fetch, "BACKOFF", ())
+    monkeypatch.setattr(transfer, "BACKOFF", ())
     parent = os.getpid()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(obtain, ARTIFACT, settings=settings)

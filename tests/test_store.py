@@ -1,19 +1,18 @@
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from cubin_runtime.errors import IntegrityError, StoreWriteError
+from cubin_runtime.errors import IntegrityError
+from cubin_runtime.integrity import verify
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import Settings
-from cubin_runtime.store import Attempt, CacheStore, FolderStore, Located, locate, lookup_order, verify
+from cubin_runtime.store import Attempt, FolderStore, Located, locate, lookup_order
 
 DATA = b"\x7fELF" + bytes(range(256)) * 40
 ARTIFACT = Artifact(
@@ -48,8 +47,10 @@ def test_verify_takes_nothing_but_the_right_bytes(wrong: bytes) -> None:
 def test_folder_has_the_file_or_not(tmp_path: Path) -> None:
     store = FolderStore("folder", tmp_path / "stored")
     assert store.read(ARTIFACT) is None
+    assert not store.holds(ARTIFACT)
     put(tmp_path / "stored")
     assert store.read(ARTIFACT) == DATA
+    assert store.holds(ARTIFACT)
     assert store.location == str(tmp_path / "stored")
 
 
@@ -64,104 +65,18 @@ def test_folder_is_verified_on_every_read(tmp_path: Path, wrong: bytes) -> None:
     path = put(tmp_path)
     assert store.read(ARTIFACT) == DATA
     path.write_bytes(wrong)
-    with pytest.raises(IntegrityError, match=re.escape(str(path))):
-        store.read(ARTIFACT)
+    for look in (store.read, store.holds):
+        with pytest.raises(IntegrityError, match=re.escape(str(path))):
+            look(ARTIFACT)
 
 
 def test_a_huge_file_is_not_read_whole(tmp_path: Path) -> None:
     path = put(tmp_path)
     os.truncate(path, 2**40)  # sparse; reading it whole would not fit into memory
-    with pytest.raises(IntegrityError, match=f"more than {len(DATA)} bytes"):
-        FolderStore("folder", tmp_path).read(ARTIFACT)
-
-
-def test_write_then_read(tmp_path: Path) -> None:
-    cache = CacheStore(tmp_path / "deep" / "cache")
-    path = cache.write(ARTIFACT, DATA)
-    assert path == tmp_path / "deep" / "cache" / ARTIFACT.sha256[:2] / ARTIFACT.sha256
-    assert cache.read(ARTIFACT) == DATA
-    assert files(tmp_path) == [f"deep/cache/{ARTIFACT.key}"]
-
-
-def test_write_replaces_a_wrong_file_and_follows_the_umask(tmp_path: Path) -> None:
-    put(tmp_path, b"rotten")
-    before = os.umask(0o027)
-    try:
-        path = CacheStore(tmp_path).write(ARTIFACT, DATA)
-    finally:
-        os.umask(before)
-    assert path.read_bytes() == DATA
-    assert path.stat().st_mode & 0o777 == 0o640
-
-
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_wrong_bytes_are_never_written(tmp_path: Path, wrong: bytes) -> None:
-    with pytest.raises(IntegrityError):
-        CacheStore(tmp_path / "cache").write(ARTIFACT, wrong)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_final_name_appears_after_the_bytes_are_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[list[str]] = []
-
-    def fsync(descriptor: int) -> None:
-        assert os.fstat(descriptor).st_size == len(DATA)
-        seen.append(files(tmp_path))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    CacheStore(tmp_path).write(ARTIFACT, DATA)
-    CacheStore(tmp_path).write(ARTIFACT, DATA)
-    first, second = seen
-    assert len(first) == 1
-    assert re.fullmatch(rf"{ARTIFACT.sha256[:2]}/\.{ARTIFACT.sha256}\.\w+\.tmp", first[0])
-    assert first[0] not in second, "the name of a temporary file must not repeat"
-
-
-def failing(error: BaseException) -> Callable[[int], None]:
-    def fsync(descriptor: int) -> None:
-        raise error
-
-    return fsync
-
-
-def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = CacheStore(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing(OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(OSError, match="No space left") as caught:
-            cache.write(ARTIFACT, DATA)
-    message = str(caught.value)
-    assert isinstance(caught.value, StoreWriteError)
-    assert re.search(rf"{len(DATA)} bytes needed, \d+ free", message)
-    assert str(tmp_path) in message
-    assert "CUBIN_RUNTIME_CACHE_DIR" in message
-    assert files(tmp_path) == []
-    assert cache.write(ARTIFACT, DATA).read_bytes() == DATA
-
-
-def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", failing(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        CacheStore(tmp_path).write(ARTIFACT, DATA)
-    assert files(tmp_path) == []
-
-
-def test_a_failed_write_keeps_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = CacheStore(tmp_path)
-    cache.write(ARTIFACT, DATA)
-    monkeypatch.setattr(os, "fsync", failing(OSError(errno.EIO, "Input/output error")))
-    with pytest.raises(StoreWriteError):
-        cache.write(ARTIFACT, DATA)
-    assert cache.read(ARTIFACT) == DATA
-    assert files(tmp_path) == [ARTIFACT.key]
-
-
-def test_a_cache_that_cannot_be_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreWriteError, match=r"file/cache.*Not a directory.*[1-9]\d* free"):
-        CacheStore(tmp_path / "file" / "cache").write(ARTIFACT, DATA)
+    store = FolderStore("folder", tmp_path)
+    for look in (store.read, store.holds):
+        with pytest.raises(IntegrityError, match=f"more than {len(DATA)} bytes"):
+            look(ARTIFACT)
 
 
 def test_order_of_the_local_stores() -> None:
@@ -232,14 +147,6 @@ def test_nothing_found_is_none_with_all_answers(tmp_path: Path, caplog: pytest.L
     assert not caplog.records
 
 
-def test_reading_a_warm_cache_writes_nothing(tmp_path: Path) -> None:
-    cache = CacheStore(tmp_path)
-    cache.write(ARTIFACT, DATA)
-    before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
-    assert cache.read(ARTIFACT) == DATA
-    assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]} == before
-
-
 PUBLISHED = msgspec.structs.replace(ARTIFACT, set_name="some_release", published="0a1b/fmha/k.cubin")
 
 
@@ -281,7 +188,3 @@ def test_without_the_package_there_is_no_such_store(tmp_path: Path, name: str) -
     artifact = msgspec.structs.replace(PUBLISHED, set_name=name)
     settings = Settings({"CUBIN_RUNTIME_CACHE_DIR": str(tmp_path)})
     assert [store.name for store in lookup_order(settings, artifact)] == ["embedded", "cache"]
-
-
-def test_the_cache_keeps_published_files_by_content(tmp_path: Path) -> None:
-    assert CacheStore(tmp_path).write(PUBLISHED, DATA) == tmp_path / ARTIFACT.key

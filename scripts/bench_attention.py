@@ -40,7 +40,7 @@ from bench.workloads import SETS, Workload, WorkloadError, matching, read_worklo
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class Session:
+class Recorder:
     """One run: what is known from the start, the lines so far, and where they are written."""
 
     def __init__(self, name: str, folder: Path, peers: Mapping[str, Peer], missing: dict[str, str]) -> None:
@@ -164,15 +164,15 @@ def _time(workloads: Sequence[Workload], options: argparse.Namespace) -> int:
         for name, protocol in PROTOCOLS.items()
         if options.protocol in (name, "both")
     }
-    session = Session(_name(options), options.out, peers, missing)
+    recorder = Recorder(_name(options), options.out, peers, missing)
     try:
-        session.run(Bench(peers, protocols, torch.device("cuda", 0)), workloads, options.host)
+        recorder.run(Bench(peers, protocols, torch.device("cuda", 0)), workloads, options.host)
     except KeyboardInterrupt:
         print("interrupted; the lines so far are written", file=sys.stderr)
         return 130
     except DeviceLostError as error:
         print(error, file=sys.stderr)
-    return 0 if session.passed else 1
+    return 0 if recorder.passed else 1
 
 
 def _workloads(options: argparse.Namespace) -> tuple[Workload, ...]:
@@ -188,7 +188,7 @@ def _machine() -> dict[str, str]:
         "GPU": torch.cuda.get_device_name(0),
         "driver": _driver_version(),
         "CUDA": str(torch.version.cuda),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "Python": platform.python_version(),
     }
     return {name: value for name, value in found.items() if value}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_attention
+import msgspec
 import pytest
 import torch
 from bench import fa4_files, run, timing
@@ -303,10 +304,10 @@ def test_an_interrupted_run_leaves_what_it_has(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(bench_attention, "_machine", lambda: {"GPU": "none"})
     peers = {OURS: Fake(10.0), "slow": Fake(12.0)}
-    session = bench_attention.Session("partial", tmp_path, peers, {"absent": "install it"})
+    recorder = bench_attention.Recorder("partial", tmp_path, peers, {"absent": "install it"})
     with pytest.raises(KeyboardInterrupt):
-        session.run(Interrupting(peers, BURST, CPU), PROBLEMS[:2], host=False)
-    assert not session.passed
+        recorder.run(Interrupting(peers, BURST, CPU), PROBLEMS[:2], host=False)
+    assert not recorder.passed
     saved = Report.read(tmp_path / "partial.json")
     assert [line.workload for line in saved.lines] == PROBLEMS[:1]
     assert not saved.complete
@@ -320,9 +321,9 @@ def test_a_whole_run_passes_unless_ours_is_wrong(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(bench_attention, "_machine", dict)
     for fault, passes in (("", True), ("refuses", True), ("wrong", False), ("raises", False)):
         peers = {OURS: Fake(10.0, fault)}
-        session = bench_attention.Session("whole", tmp_path, peers, {})
-        session.run(Bench(peers, BURST, CPU), PROBLEMS[:1], host=False)
-        assert session.passed is passes
+        recorder = bench_attention.Recorder("whole", tmp_path, peers, {})
+        recorder.run(Bench(peers, BURST, CPU), PROBLEMS[:1], host=False)
+        assert recorder.passed is passes
 
 
 # ---- peers
@@ -467,6 +468,15 @@ def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["fixed.json"]
     plain = json.loads((tmp_path / "fixed.json").read_text())
     assert plain["lines"][0]["workload"]["q_lens"] == [4096]
+
+
+def test_the_machine_is_written_as_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    machine = bench_attention._machine()
+    assert (machine["GPU"], machine["torch"]) == ("Some GPU", torch.__version__)
+    saved = msgspec.structs.replace(report(), machine=machine)
+    saved.save(tmp_path / "fixed.json")
+    assert Report.read(tmp_path / "fixed.json") == saved
 
 
 def test_an_earlier_run_is_rendered(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from cubin_runtime import _driver
+from cubin_runtime.blocklist import refuse_blocked
 from cubin_runtime.cubin import Cubin, KernelFacts, check_row, inspect
 from cubin_runtime.errors import UnsupportedError
 from cubin_runtime.fetch import obtain
@@ -191,6 +192,7 @@ def _check_device(row: KernelRow, device: DeviceInfo) -> None:
 
 
 def _load_library(row: KernelRow, artifact: Artifact, folder: str | Path | None) -> _Library:
+    refuse_blocked(artifact)
     located = obtain(artifact, folder=folder)
     cubin = inspect(located.data)
     # Before the driver sees it: a wrong image costs a clear message here and a broken context there.

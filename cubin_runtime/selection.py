@@ -6,7 +6,7 @@ reason) is what the exception, the API and the command line print.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,7 +25,8 @@ FAMILIES = {
 
 # Nobody can change the device, and nobody should change the backend unasked: such a row is farther away
 # than one that differs in a flag, though nearer than one that differs in several.
-_DISTANCE = {"arch": 2, "backend": 2}
+# A blocked one is what would have been chosen.
+_DISTANCE = {"arch": 2, "backend": 2, "blocked": 0}
 
 _FAMILY_OF_SUFFIX = {"a": 2, "f": 1, "": 0}
 
@@ -128,12 +129,18 @@ class Selection(msgspec.Struct, frozen=True):
         return [*lines, 'alternative: backend="reference" computes the whole contract in torch, slowly']
 
 
-def select(request: KernelRequest, rows: Iterable[KernelRow] | None = None) -> Selection:
+def select(
+    request: KernelRequest,
+    rows: Iterable[KernelRow] | None = None,
+    blocked: Mapping[str, str] | None = None,
+) -> Selection:
     """Chooses the row that answers `request` best, and records a decision for every row.
 
     rows    candidates; default: every table in the package. Among rows that fit, code for exactly this
             device (sm_103a) beats code for its family (sm_100f), which beats portable code (a higher
             minor first); then a kernel made for few query rows; then the first in the tables wins.
+    blocked names of rows that must not be chosen, with the reason; default: none of `rows`, and of the
+            package's tables those on the user's block list
 
     Raises InvalidArgumentError for an unknown backend; finding no row is not an error (see `require`).
     """
@@ -143,10 +150,12 @@ def select(request: KernelRequest, rows: Iterable[KernelRow] | None = None) -> S
             f"expected one of {', '.join(map(repr, FAMILIES))}"
         )
     if rows is None:
+        from cubin_runtime.blocklist import blocked_rows
         from kernel_meta.tables import all_rows
 
         rows = all_rows()
-    decisions = [Decision(row, tuple(_mismatches(request, row))) for row in rows]
+        blocked = blocked_rows() if blocked is None else blocked
+    decisions = [Decision(row, tuple(_mismatches(request, row, blocked or {}))) for row in rows]
     accepted = sorted((d for d in decisions if d.accepted), key=lambda d: _preference(d.row), reverse=True)
     rejected = sorted((d for d in decisions if not d.accepted), key=lambda d: d.distance)
     return Selection(
@@ -198,7 +207,7 @@ def describe(request: KernelRequest) -> str:
     return ", ".join(parts)
 
 
-def _mismatches(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
+def _mismatches(request: KernelRequest, row: KernelRow, blocked: Mapping[str, str]) -> Iterator[Mismatch]:
     yield from _backend_mismatch(request, row)
     yield from _arch_mismatch(request, row)
     for field, requested, available in _compared(request, row):
@@ -211,6 +220,9 @@ def _mismatches(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
             )
     yield from _work_mismatch(request, row)
     yield from _resource_mismatch(request, row)
+    # The name takes longer to make than everything else.
+    if blocked and (reason := blocked.get(row.name)):
+        yield Mismatch("blocked", "a kernel that may run", "blocked", f"blocked: {reason}")
 
 
 def _compared(request: KernelRequest, row: KernelRow) -> Iterator[tuple[str, object, object]]:
@@ -305,7 +317,7 @@ def _why_none(request: KernelRequest, rejected: list[Decision]) -> str:
         archs = ", ".join(sorted({d.row.arch for d in ours}))
         return f"no kernel runs on compute capability {request.capability}; the tables have {archs}"
     nearest = runnable[0].mismatches
-    if [m.field for m in nearest] in (["resources"], ["shared_memory"]):
+    if [m.field for m in nearest] in (["resources"], ["shared_memory"], ["blocked"]):
         return f"{runnable[0].row.name} would fit, but {nearest[0].message}"
     for field in dict.fromkeys(m.field for d in runnable for m in d.mismatches):
         blocking = [m for d in runnable for m in d.mismatches if m.field == field]

@@ -7,6 +7,7 @@ in this module and nowhere else.
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from typing import NamedTuple
 
@@ -24,10 +25,12 @@ class DType(str, enum.Enum):
     FP16 = "fp16"
     E4M3 = "e4m3"
     INT8 = "int8"
+    E2M1 = "e2m1"
+    """Two elements in a byte. Published kernels write it; no tensor of the call has it."""
 
     @property
     def bytes(self) -> int:
-        """Size of one element."""
+        """Size of the smallest addressable unit: one element, or two of E2M1."""
         return 2 if self in (DType.BF16, DType.FP16) else 1
 
     @classmethod
@@ -85,13 +88,7 @@ class Architecture(NamedTuple):
     @classmethod
     def parse(cls, name: str) -> Architecture:
         """Reads sm_90a, 90a, sm_103, 10.3 and 9.0a."""
-        text = name.lower().removeprefix("sm_")
-        match = re.fullmatch(r"(\d+)\.(\d)([af]?)", text) or re.fullmatch(r"(\d+)(\d)([af]?)", text)
-        if not match:
-            raise InvalidArgumentError(
-                f"unknown architecture {name!r}; expected a name such as sm_90a, sm_103 or 9.0"
-            )
-        return cls(int(match[1]), int(match[2]), match[3])
+        return _parse_architecture(name)
 
     @property
     def capability(self) -> Capability:
@@ -113,6 +110,17 @@ class Architecture(NamedTuple):
 
     def __str__(self) -> str:
         return f"sm_{self.major}{self.minor}{self.suffix}"
+
+
+@functools.cache  # a table repeats few names in many rows
+def _parse_architecture(name: str) -> Architecture:
+    text = name.lower().removeprefix("sm_")
+    match = re.fullmatch(r"(\d+)\.(\d)([af]?)", text) or re.fullmatch(r"(\d+)(\d)([af]?)", text)
+    if not match:
+        raise InvalidArgumentError(
+            f"unknown architecture {name!r}; expected a name such as sm_90a, sm_103 or 9.0"
+        )
+    return Architecture(int(match[1]), int(match[2]), match[3])
 
 
 # Members of each family-specific target, oldest first (CUDA Programming Guide, family-specific features).

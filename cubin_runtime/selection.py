@@ -29,6 +29,7 @@ FAMILIES = {
 _DISTANCE = {"arch": 2, "backend": 2, "blocked": 0}
 
 _FAMILY_OF_SUFFIX = {"a": 2, "f": 1, "": 0}
+_RANK_OF_SCHEDULER = {"split": 2, "persistent": 1, "static": 0}
 
 # The tiles that the rule of `few_rows` counts in.
 _MANY_ROWS_TILE = 128
@@ -138,7 +139,8 @@ def select(
 
     rows    candidates; default: every table in the package. Among rows that fit, code for exactly this
             device (sm_103a) beats code for its family (sm_100f), which beats portable code (a higher
-            minor first); then a kernel made for few query rows; then the first in the tables wins.
+            minor first); then a kernel made for few query rows, then a persistent one, then a static one;
+            then the first in the tables wins.
     blocked names of rows that must not be chosen, with the reason; default: none of `rows`, and of the
             package's tables those on the user's block list
 
@@ -291,8 +293,8 @@ def _specificity(row: KernelRow) -> tuple[int, Capability]:
     return _FAMILY_OF_SUFFIX[arch.suffix], arch.capability
 
 
-def _preference(row: KernelRow) -> tuple[tuple[int, Capability], bool]:
-    return _specificity(row), row.scheduler == "split"
+def _preference(row: KernelRow) -> tuple[tuple[int, Capability], int]:
+    return _specificity(row), _RANK_OF_SCHEDULER[row.scheduler]
 
 
 def _why_chosen(request: KernelRequest, accepted: list[Decision]) -> str:
@@ -301,10 +303,15 @@ def _why_chosen(request: KernelRequest, accepted: list[Decision]) -> str:
         return "the only kernel that fits"
     if _specificity(winner.row) == _specificity(others[0].row) and winner.row.scheduler == "split":
         return f"made for few query rows: {few_rows(request)}"
-    if _specificity(winner.row) == _specificity(others[0].row):
+    if _preference(winner.row) == _preference(others[0].row):
         return f"the first in the tables of {len(accepted)} kernels that fit"
+    reasons = []
     beaten = sorted({d.row.arch for d in others if d.row.arch != winner.row.arch})
-    return f"its target {winner.row.arch} is closer to the device than {', '.join(beaten)}"
+    if beaten:
+        reasons.append(f"its target {winner.row.arch} is closer to the device than {', '.join(beaten)}")
+    if _specificity(winner.row) == _specificity(others[0].row):
+        reasons.append("persistent blocks are preferred to static ones")
+    return " and ".join(reasons)
 
 
 def _why_none(request: KernelRequest, rejected: list[Decision]) -> str:

@@ -19,6 +19,7 @@ _DATA_TYPES = {
     DType.FP16: "FLOAT16",
     DType.E4M3: "UINT8",  # TMA moves bytes; only fp16, bf16 and wider have a type of their own
     DType.INT8: "UINT8",
+    DType.E2M1: "UINT8",
 }
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 _L2_PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}

@@ -73,6 +73,8 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """File that the kernel is built from, relative to the family's folder; None = published elsewhere."""
     entry: str | None = None
     """Entry name in the cubin where it differs from `name`."""
+    step_q: int | None = None
+    """Query rows that one block covers at a time; None = tile_q."""
     cluster: tuple[int, int, int] = (1, 1, 1)
     pdl: bool = True
     """Whether the kernel waits for its predecessor itself (programmatic dependent launch)."""

@@ -1,11 +1,14 @@
 """The tables of kernels: every `kernel_meta/<family>/table.yaml`, read and checked.
 
-A table is `family:`, `defaults:` (columns that most rows share) and `rows:` (the columns that differ).
+A table is `family:`, `defaults:` (columns that most rows share) and `rows:` (the columns that differ). Long
+tables name the columns once, under `columns:`, and have a line of words for each row; `resources.threads` is
+a column of `resources`, and commas join the parts of a list.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,9 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A table file as it is written, before defaults are filled in."""
 
     family: str
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, Any] | str]
     defaults: dict[str, Any] = {}
+    columns: list[str] = []
 
 
 @functools.cache
@@ -78,11 +82,15 @@ def read_table(path: Path) -> Table:
 
 
 def _decode_row(path: Path, table: Table, index: int) -> KernelRow:
-    columns = {"family": table.family, **table.defaults, **table.rows[index]}
+    written = table.rows[index]
     try:
+        own = _columns(written, table.columns) if isinstance(written, str) else written
+        columns = {"family": table.family, **table.defaults, **own}
+        if isinstance(table.defaults.get("resources"), dict) and isinstance(own.get("resources"), dict):
+            columns["resources"] = {**table.defaults["resources"], **own["resources"]}
         # Scalars arrive as the text that stands in the file; strict=False turns it into numbers.
         row = msgspec.convert(columns, KernelRow, strict=False)
-    except msgspec.ValidationError as error:
+    except ValueError as error:  # msgspec's ValidationError is one
         raise TableError(f"{path}: row {index + 1}: {error}") from None
     if row.family != table.family:
         raise TableError(
@@ -91,10 +99,27 @@ def _decode_row(path: Path, table: Table, index: int) -> KernelRow:
     return row
 
 
+def _columns(line: str, names: list[str]) -> dict[str, Any]:
+    """The columns that a line of words spells."""
+    words = line.split()
+    if len(words) != len(names):
+        raise ValueError(f"{len(words)} words for {len(names)} columns: {line[:200]!r}")
+    columns: dict[str, Any] = {}
+    for name, word in zip(names, words, strict=True):
+        value = word.split(",") if "," in word else word
+        group, _, member = name.partition(".")
+        if member:
+            columns.setdefault(group, {})[member] = value
+        else:
+            columns[name] = value
+    return columns
+
+
 def _refuse_ambiguous(path: Path, rows: tuple[KernelRow, ...]) -> None:
     seen: dict[tuple[object, ...], int] = {}
+    columns = operator.attrgetter(*SELECTION_COLUMNS)
     for number, row in enumerate(rows, start=1):
-        first = seen.setdefault(tuple(getattr(row, column) for column in SELECTION_COLUMNS), number)
+        first = seen.setdefault(columns(row), number)
         if first != number:
             raise TableError(
                 f"{path}: rows {first} and {number} answer the same requests ({row.name}); "

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from cubin_runtime.errors import InvalidArgumentError, NoKernelError
 from cubin_runtime.request import SAGE_OFF, Architecture, Capability, DType, KernelRequest, MaskType
 from cubin_runtime.selection import FAMILIES, Selection, select
-from kernel_meta.schema import KernelRow, Resources
-from kernel_meta.tables import load_table
+from kernel_meta.schema import KernelRow, Resources, Scheduler
+from kernel_meta.tables import TABLES_DIR, load_table
 from tests.rows import RESOURCES, kernel_requests, kernel_rows, make_request, make_row, row_for
 
 PUBLISHED = load_table(Path(__file__).parent / "data" / "trtllm_gen_rows.yaml")
@@ -322,3 +322,80 @@ def test_selection_needs_neither_torch_nor_a_driver() -> None:
     )
     root = Path(__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+def test_persistent_kernels_are_preferred_to_static_ones() -> None:
+    static, persistent = make_row(scheduler=Scheduler.STATIC), make_row(scheduler=Scheduler.PERSISTENT)
+    for rows in ([static, persistent], [persistent, static]):
+        selection = select(make_request(), rows)
+        assert selection.row is persistent
+        assert selection.reason == "persistent blocks are preferred to static ones"
+    portable = make_row(arch="sm_90", scheduler=Scheduler.PERSISTENT)
+    assert select(make_request(), [portable, static]).row is static  # the target counts first
+
+
+TRTLLM_GEN = load_table(TABLES_DIR / "fmha_trtllm_gen" / "table.yaml")
+ROW_COLUMNS = (
+    "dtype_q",
+    "dtype_k",
+    "dtype_v",
+    "dtype_o",
+    "head_dim_qk",
+    "head_dim_v",
+    "mask_type",
+    "skips_softmax",
+    "sage_blocks",
+)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "entry"),
+    [
+        ((10, 0), {}, "fmhaSm100fKernel_QkvBfloat16OBfloat16HQk192HV128SeparateQkvCausalVarSeqQ128Kv128"),
+        ((10, 3), {}, "fmhaSm103aKernel_QkvBfloat16OBfloat16HQk192HV128SeparateQkvCausalVarSeqQ128Kv128"),
+        (
+            (10, 0),
+            {
+                "dtype_q": DType.INT8,
+                "dtype_k": DType.INT8,
+                "dtype_v": DType.E4M3,
+                "head_dim_qk": 128,
+                "mask_type": MaskType.DENSE,
+                "sage_blocks": (1, 4, 0, 1),
+                "skips_softmax": True,
+            },
+            "fmhaSm100aKernel_QkInt8VE4m3OBfloat16H128SeparateQkvDenseVarSeqSkipsSoftmaxQ128Kv128"
+            "SageQ1SageK4SageV1",
+        ),
+    ],
+)
+def test_blackwell_gets_nvidias_kernels(arch: tuple[int, int], changes: dict[str, Any], entry: str) -> None:
+    row = select(make_request(capability=Capability(*arch), **changes)).require()
+    assert row.entry == f"{entry}PersistentContext"
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "cause"),
+    [
+        ((10, 7), {}, "no kernel runs on compute capability 10.7; the tables have .*sm_100f, sm_103a"),
+        ((12, 0), {}, "no kernel runs on compute capability 12.0; the tables have .*sm_100f, sm_103a"),
+        ((10, 0), {"mask_type": MaskType.SLIDING}, "mask_type sliding: .* they have causal, dense"),
+        ((10, 3), {"use_fp16_softmax": True}, "use_fp16_softmax on: no kernel .*; they have off"),
+        ((10, 3), {"uses_spcompress": True}, "uses_spcompress on: no kernel .*; they have off"),
+        ((10, 0), {"head_dim_qk": 96, "head_dim_v": 96}, r"head_dims \(96, 96\): no kernel for .* 10.0"),
+        ((10, 0), {"sage_blocks": (16, 16, 0, 1)}, r"sage_blocks \(16, 16, 0, 1\): .* they have "),
+    ],
+)
+def test_a_miss_on_blackwell_says_why(arch: tuple[int, int], changes: dict[str, Any], cause: str) -> None:
+    with pytest.raises(NoKernelError, match=cause):
+        select(make_request(capability=Capability(*arch), **changes)).require()
+
+
+@pytest.mark.parametrize("minor", [0, 3])
+def test_published_static_kernels_are_never_chosen(minor: int) -> None:
+    capability = Capability(10, minor)
+    for row in TRTLLM_GEN:
+        if row.architecture.runs_on(capability):
+            asked = {name: getattr(row, name) for name in ROW_COLUMNS}
+            chosen = select(make_request(capability=capability, **asked), TRTLLM_GEN).require()
+            assert chosen.scheduler is Scheduler.PERSISTENT

@@ -188,7 +188,7 @@ def test_window_holds_as_many_replays_as_the_protocol_says(monkeypatch: pytest.M
     monkeypatch.setattr(timing, "_elapsed_ms", elapsed)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     warm_ups: list[None] = []
-    timed = Timed(lambda: warm_ups.append(None), calls=10, estimate_ms=0.5, result=torch.empty(0))
+    timed = Timed(lambda: warm_ups.append(None), calls=10, estimate_ms=0.5, result=torch.empty(0), call=list)
     assert timing.measure(timed, PROTOCOLS["burst"]) == [50.0] * 24
     assert (asked, len(warm_ups)) == ([24], 6)
     slow = timed._replace(estimate_ms=60.0)
@@ -230,7 +230,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         value = call()
         result = value.clone()
         result.us = getattr(value, "us", 1000.0)  # type: ignore[attr-defined]
-        return Timed(lambda: result.copy_(value), 1, 1.0, result)
+        return Timed(lambda: result.copy_(value), 1, 1.0, result, list)
 
     def measure(timed: Timed, protocol: object) -> list[float]:
         return [timed.result.us]  # type: ignore[attr-defined]

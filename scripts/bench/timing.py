@@ -45,6 +45,7 @@ class Timed(NamedTuple):
     calls: int
     estimate_ms: float  # of one replay
     result: torch.Tensor  # where each replay puts it
+    call: Callable[[], object]  # keeps alive what the graph reads: a graph holds addresses, not tensors
 
 
 def capture(call: Callable[[], torch.Tensor]) -> Timed:
@@ -68,7 +69,7 @@ def _capture(call: Callable[[], torch.Tensor], calls: int) -> Timed:
             result = call()
     graph.replay()
     torch.cuda.synchronize()
-    return Timed(graph.replay, calls, min(_elapsed_ms(graph.replay, 3)), result)
+    return Timed(graph.replay, calls, min(_elapsed_ms(graph.replay, 3)), result, call)
 
 
 def measure(timed: Timed, protocol: Protocol) -> list[float]:

@@ -1,0 +1,146 @@
+"""Kernels for few query rows: packed heads, keys divided among blocks, parts combined."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import cubin_runtime
+from cubin_runtime import attention
+from tests.gpu.support import (
+    HEAD_DIMS,
+    Guarded,
+    arguments,
+    assert_matches,
+    assert_same_bits,
+    call,
+    edges,
+    expect,
+    make_problem,
+    make_workspace,
+    run,
+)
+
+pytestmark = pytest.mark.gpu
+
+# Queries and keys: nothing to divide, a part of one block, many parts, no keys, no queries, more than one tile.
+Q_LENS = [1, 0, 3, 17, 5, 2, 64, 9]
+KV_LENS = [7, 1000, 63, 2049, 777, 0, 300, 4100]
+
+
+def chosen_scheduler(given: dict[str, Any]) -> str:
+    attention._prepared.clear()
+    run(given)
+    (prepared,) = attention._prepared.values()
+    return str(prepared.kernel.row.scheduler)
+
+
+@pytest.mark.parametrize(
+    "heads", [(8, 8), (8, 2), (5, 1), (128, 1), (66, 11)], ids=lambda h: f"{h[0]}over{h[1]}"
+)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "dense"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_against_the_reference(
+    dims: tuple[int, int],
+    is_causal: bool,
+    heads: tuple[int, int],
+    device: torch.device,
+    workspace: torch.Tensor,
+) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        problem = make_problem(
+            Q_LENS,
+            KV_LENS,
+            device=device,
+            dims=dims,
+            heads=heads[0],
+            kv_heads=heads[1],
+            dtype=dtype,
+            padding=3,
+            is_causal=is_causal,
+        ).with_options(bmm1_scale=0.1, attention_sinks=torch.randn(heads[0], device=device))
+        assert_matches(problem, call(problem, workspace), expect(problem))
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_one_long_sequence(dims: tuple[int, int], device: torch.device, workspace: torch.Tensor) -> None:
+    for q_len, kv_len, heads, kv_heads in [(1, 40_000, 8, 8), (16, 33_333, 64, 8), (128, 9000, 16, 2)]:
+        problem = make_problem(
+            [q_len], [kv_len], device=device, dims=dims, heads=heads, kv_heads=kv_heads, is_causal=True
+        ).with_options(bmm1_scale=torch.tensor([-0.08], device=device), bmm2_scale=0.5)
+        given = arguments(problem, workspace)
+        assert chosen_scheduler(given) == "split"
+        assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+
+
+def test_the_rule_leaves_many_rows_to_the_others(device: torch.device, workspace: torch.Tensor) -> None:
+    many = make_problem([300] * 4, [300] * 4, device=device, heads=32, kv_heads=32, is_causal=True)
+    assert chosen_scheduler(arguments(many, workspace)) == "persistent"
+
+
+def test_runs_repeat_bit_for_bit(device: torch.device, workspace: torch.Tensor) -> None:
+    """Whichever block comes last combines the parts, always in the same order."""
+    problem = make_problem([16], [20_000], device=device, heads=16, kv_heads=2, is_causal=True)
+    first = call(problem, workspace)
+    for _ in range(30):
+        assert_same_bits(call(problem, make_workspace(device)), first)
+
+
+def test_a_workspace_of_exactly_the_size(device: torch.device) -> None:
+    problem = make_problem([4, 1], [9000, 5000], device=device, heads=16, kv_heads=2, is_causal=True)
+    size = cubin_runtime.workspace_size(
+        device=0,
+        head_dims=(128, 128),
+        num_heads_q=16,
+        num_heads_kv=2,
+        batch_size=2,
+        total_q=5,
+        total_kv=14_000,
+        max_q_len=4,
+        max_kv_len=9000,
+    )
+    guarded = Guarded((size,), torch.uint8, device)
+    assert_matches(problem, call(problem, guarded.tensor), expect(problem))
+    guarded.assert_intact()
+    with pytest.raises(ValueError, match=f"needs {size}"):
+        call(problem, guarded.tensor[: size - 16])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_poisoned_neighbour_changes_no_bit(
+    poison: float, device: torch.device, workspace: torch.Tensor
+) -> None:
+    problem = make_problem([4, 3, 5], [3000, 2001, 2500], device=device, heads=8, kv_heads=2, is_causal=True)
+    clean = call(problem, workspace)
+    middle_q, middle_kv = slice(4, 7), slice(3000, 5001)
+    problem.query[middle_q], problem.key[middle_kv], problem.value[middle_kv] = poison, poison, poison
+    poisoned = call(problem, workspace)
+    for rows in (slice(0, 4), slice(7, 12)):
+        assert_same_bits([t[rows] for t in poisoned], [t[rows] for t in clean])
+
+
+def test_graph_replays_with_other_lengths(device: torch.device) -> None:
+    """Lengths between nothing and the maxima: sequences gain and lose parts from replay to replay."""
+    problem = make_problem([4, 4, 4], [3000, 3000, 3000], device=device, heads=8, kv_heads=2, is_causal=True)
+    given = arguments(problem, make_workspace(device))
+    run(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(given)
+    for q_lens, kv_lens in [
+        ([1, 4, 0], [3000, 5, 77]),
+        ([4, 4, 4], [0, 3000, 129]),
+        ([2, 0, 3], [640, 0, 3000]),
+    ]:
+        for lens, name in ((q_lens, "cum_seq_lens_q"), (kv_lens, "cum_seq_lens_kv")):
+            given[name].copy_(edges(lens, device))
+        given["out"].fill_(math.nan)
+        given["lse"].fill_(math.nan)
+        for _ in range(3):
+            graph.replay()
+        changed = replace(problem, q_lens=q_lens, kv_lens=kv_lens)
+        assert_matches(changed, (given["out"], given["lse"]), expect(changed))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cubin_runtime.errors import ArtifactError, StoreWriteError
-from cubin_runtime.integrity import verify
+from cubin_runtime.integrity import file_sha256, verify
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.partial import PartialFile, is_part, remove_abandoned
 from cubin_runtime.settings import CACHE_DIR, logger
@@ -124,6 +124,15 @@ class CacheStore(WritableStore):
                         CacheEntry(path.name, path, status.st_size, max(status.st_atime, status.st_mtime))
                     )
         return sorted(found, key=lambda entry: entry.used)
+
+    def is_sound(self, entry: CacheEntry) -> bool:
+        """Whether a file is what its name says; one that is gone meanwhile is not unsound."""
+        try:
+            return file_sha256(entry.path) == entry.sha256
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
 
     def prune(
         self,

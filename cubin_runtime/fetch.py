@@ -30,7 +30,15 @@ from cubin_runtime.settings import (
     settings,
     warn_once,
 )
-from cubin_runtime.store import Attempt, FolderStore, Located, locate, lookup_order, warn_of_wrong_files
+from cubin_runtime.store import (
+    Attempt,
+    FolderStore,
+    Located,
+    absence,
+    locate,
+    lookup_order,
+    warn_of_wrong_files,
+)
 from cubin_runtime.transfer import MemorySink, Progress, Transfers
 
 if TYPE_CHECKING:
@@ -102,11 +110,13 @@ def fetch(
     held = holder(artifact, [target] if target else here, attempts)
     if held:
         return Fetched(held.name, held.place(artifact), False, "", ())
+    others = [FileMirror(other.folder) for other in here] if target else []
+    if not others and not transfers.mirrors:
+        raise _failure(artifact, attempts, settings)
     with store.only_writer(artifact, settings.lock_timeout):
         # Whoever had the lock before may have brought it.
         if holder(artifact, [store], []):
             return Fetched(store.name, store.place(artifact), False, "", ())
-        others = [FileMirror(other.folder) for other in here] if target else []
         with store.receive(artifact) as partial:
             source = transfers.fill(artifact, partial, attempts, progress, others)
             if source is None:
@@ -123,6 +133,7 @@ def holder(artifact: Artifact, stores: Iterable[FolderStore], attempts: list[Att
         try:
             if store.holds(artifact):
                 return store
+            attempts.append(absence(store, artifact))
         except OSError as error:  # noqa: PERF203  one of few, and the file system is slower
             attempts.append(Attempt(store.name, str(error), isinstance(error, IntegrityError)))
     return None

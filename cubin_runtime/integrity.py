@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from pathlib import Path
 
 from cubin_runtime.errors import IntegrityError
 from cubin_runtime.manifest import Artifact
+
+_CHUNK = 2**20  # bytes
 
 
 class Checker:
@@ -41,3 +45,19 @@ def verify(artifact: Artifact, data: bytes, source: str) -> None:
     checker = Checker(artifact, source)
     checker.update(data)
     checker.finish()
+
+
+def file_chunks(path: Path) -> Iterator[memoryview]:
+    """A file's bytes in pieces, each of which is only good until the next."""
+    buffer = memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            yield buffer[:count]
+
+
+def file_sha256(path: Path) -> str:
+    """The digest of a file, of which only a piece is in memory at a time."""
+    digest = hashlib.sha256()
+    for chunk in file_chunks(path):
+        digest.update(chunk)
+    return digest.hexdigest()

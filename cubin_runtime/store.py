@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cubin_runtime.errors import IntegrityError
-from cubin_runtime.integrity import Checker, verify
+from cubin_runtime.integrity import Checker, file_chunks, verify
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import Settings, warn_once
-
-_CHUNK = 2**20  # bytes
 
 _KERNEL_META = Path(__file__).resolve().parent.parent / "kernel_meta"
 
@@ -81,11 +79,9 @@ class FolderStore:
         """Whether `read` would return the bytes; never has all of them in memory. Raises like it."""
         path = self.path(artifact)
         checker = Checker(artifact, str(path))
-        buffer = memoryview(bytearray(min(_CHUNK, artifact.size + 1)))
         try:
-            with path.open("rb", buffering=0) as file:
-                while count := file.readinto(buffer):
-                    checker.update(buffer[:count])
+            for chunk in file_chunks(path):
+                checker.update(chunk)
         except (FileNotFoundError, NotADirectoryError):
             return False
         checker.finish()
@@ -129,13 +125,18 @@ def locate(artifact: Artifact, stores: Iterable[FolderStore], attempts: list[Att
             attempts.append(Attempt(store.name, str(error), isinstance(error, IntegrityError)))
             continue
         if data is None:
-            sought = " or ".join(f"{store.location}/{path}" for path in artifact.paths)
-            attempts.append(Attempt(store.name, f"no file {sought}", False))
+            attempts.append(absence(store, artifact))
             continue
         path = store.place(artifact)
         warn_of_wrong_files(attempts, path)
         return Located(data, store.name, path, tuple(attempts))
     return None
+
+
+def absence(store: FolderStore, artifact: Artifact) -> Attempt:
+    """What a store answers that does not have the file."""
+    sought = " or ".join(f"{store.location}/{path}" for path in artifact.paths)
+    return Attempt(store.name, f"no file {sought}", False)
 
 
 def warn_of_wrong_files(attempts: Sequence[Attempt], used: str) -> None:

@@ -69,7 +69,7 @@ class Transfers:
     """
 
     def __init__(self, mirrors: Sequence[Mirror], timeout: float) -> None:
-        self._mirrors = mirrors
+        self.mirrors = mirrors
         self._timeout = timeout
         self._out_of_reach: set[str] = set()
 
@@ -89,7 +89,7 @@ class Transfers:
         """
         if _is_complete(artifact, sink):
             return "what an earlier download left"
-        mirrors = sorted(self._mirrors, key=lambda mirror: mirror.location in self._out_of_reach)
+        mirrors = sorted(self.mirrors, key=lambda mirror: mirror.location in self._out_of_reach)
         for mirror in (*first, *mirrors):
             try:
                 return self._fill_from(mirror, artifact, sink, progress)

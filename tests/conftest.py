@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,8 +29,8 @@ def cli(capsys: pytest.CaptureFixture[str], clean_environment: None) -> Callable
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No settings but an empty cache, and no terminal."""
-    for name in ("ARTIFACT_DIR", "MIRRORS", "OFFLINE", "LOG_LEVEL"):
-        monkeypatch.delenv(f"CUBIN_RUNTIME_{name}", raising=False)
+    for name in [name for name in os.environ if name.startswith("CUBIN_RUNTIME_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("CUBIN_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
     # Width and colour follow the terminal that the tests happen to run in.
     monkeypatch.setenv("COLUMNS", "80")

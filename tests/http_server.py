@@ -21,16 +21,28 @@ class Reply:
     delay: float = 0.0  # seconds before the answer
     trickle: float = 0.0  # seconds before each byte of the body
     endless: bool = False  # repeats the body until the client hangs up
+    ranges: bool = False  # sends what a Range header asks for, as 206
+
+    def part(self, header: str | None) -> Reply:
+        """The answer to a request with this Range header, of the form `bytes=N-`."""
+        if not self.ranges or header is None:
+            return self
+        start, size = int(header[len("bytes=") : -1]), len(self.body)
+        content_range = {"Content-Range": f"bytes {start}-{size - 1}/{size}"}
+        return dataclasses.replace(
+            self, body=self.body[start:], status=206, headers={**self.headers, **content_range}
+        )
 
 
 class ScriptedServer(http.server.ThreadingHTTPServer):
-    """Answers GET below each scripted prefix; `paths` records what was asked for."""
+    """Answers GET below each scripted prefix; `paths` and `headers` record what was asked for."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.paths: list[str] = []
+        self.headers: list[dict[str, str]] = []
         self.closing = threading.Event()
         self._scripts: dict[str, list[Reply]] = {}
         self._lock = threading.Lock()
@@ -40,9 +52,10 @@ class ScriptedServer(http.server.ThreadingHTTPServer):
         self._scripts[prefix] = list(replies)
         return f"http://127.0.0.1:{self.server_address[1]}/{prefix}"
 
-    def reply_to(self, path: str) -> Reply:
+    def reply_to(self, path: str, headers: dict[str, str]) -> Reply:
         with self._lock:
             self.paths.append(path)
+            self.headers.append(headers)
             replies = self._scripts[path.split("/")[1]]
             return replies.pop(0) if len(replies) > 1 else replies[0]
 
@@ -50,7 +63,7 @@ class ScriptedServer(http.server.ThreadingHTTPServer):
 class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = cast(ScriptedServer, self.server)
-        reply = server.reply_to(self.path)
+        reply = server.reply_to(self.path, dict(self.headers)).part(self.headers["Range"])
         with contextlib.suppress(ConnectionError):
             if server.closing.wait(reply.delay):
                 return

@@ -1,0 +1,70 @@
+"""Many files at once, each with an outcome of its own: one that fails does not keep the others away."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from cubin_runtime.cache import WritableStore
+from cubin_runtime.errors import ArtifactError
+from cubin_runtime.fetch import Fetched, fetch
+from cubin_runtime.manifest import Artifact
+from cubin_runtime.settings import Settings, settings
+from cubin_runtime.transfer import Transfers
+
+
+class Outcome(NamedTuple):
+    """What became of one file: one of `fetched` and `error` is None."""
+
+    artifact: Artifact
+    fetched: Fetched | None
+    error: ArtifactError | None
+
+
+class _StoppedError(Exception):
+    """Ends a transfer because the batch has ended."""
+
+
+def fetch_all(
+    artifacts: Iterable[Artifact],
+    transfers: Transfers,
+    *,
+    target: WritableStore | None = None,
+    settings: Settings = settings,
+    jobs: int = 8,
+    progress: Callable[[Artifact, int], None] = lambda artifact, size: None,
+    done: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Brings every file to this machine, `jobs` of them at a time; outcomes in the order of `artifacts`.
+
+    progress    called, from any thread, with the bytes of a file that are there
+    done        called, in this thread, with each outcome as it comes
+
+    An interrupt stops the transfers under way, and leaves what can be continued.
+    """
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
+    stop = threading.Event()
+
+    def bring(artifact: Artifact) -> Outcome:
+        def watch(size: int) -> None:
+            if stop.is_set():
+                raise _StoppedError
+            progress(artifact, size)
+
+        try:
+            fetched = fetch(artifact, transfers, target=target, settings=settings, progress=watch)
+        except ArtifactError as error:
+            return Outcome(artifact, None, error)
+        return Outcome(artifact, fetched, None)
+
+    pool = ThreadPoolExecutor(jobs, thread_name_prefix="fetch")
+    try:
+        futures = [pool.submit(bring, artifact) for artifact in artifacts]
+        for future in as_completed(futures):
+            done(future.result())
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+    return [future.result() for future in futures]

@@ -7,8 +7,11 @@ import sys
 
 import typer
 
+from cubin_runtime.cli.bundle import bundle
+from cubin_runtime.cli.cache import cache
 from cubin_runtime.cli.doctor import doctor
 from cubin_runtime.cli.explain import explain
+from cubin_runtime.cli.fetch import fetch
 from cubin_runtime.cli.list import list_kernels
 from cubin_runtime.cli.run import run as run_batch
 from cubin_runtime.cli.show import show
@@ -27,6 +30,9 @@ app.command("list")(list_kernels)
 app.command("show")(show)
 app.command("explain")(explain)
 app.command("verify")(verify)
+app.command("fetch")(fetch)
+app.add_typer(bundle, name="bundle")
+app.add_typer(cache, name="cache")
 app.command("doctor")(doctor)
 
 

@@ -133,7 +133,8 @@ def _environment(environ: Mapping[str, str]) -> Iterator[Finding]:
     }
     for name in sorted(environ):
         if name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") or name in known:
-            yield Finding("ok", name, _without_password(environ[name]))
+            secret = name == settings.TOKENS
+            yield Finding("ok", name, "set, not shown" if secret else _without_password(environ[name]))
         elif name.startswith(PREFIX):
             close = difflib.get_close_matches(name, known, n=1) or sorted(known)
             yield Finding("warn", name, "no such setting", f"meant {' or '.join(close)}?")

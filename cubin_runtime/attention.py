@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cubin_runtime import arguments as checks
+from cubin_runtime import torch_ops
 from cubin_runtime.arguments import DTYPES, Call
 from cubin_runtime.families import Arguments, PreparedCall, Problem, TensorLayout, family
 from cubin_runtime.module import device_info, load, on_unload
@@ -24,6 +25,7 @@ from cubin_runtime.reference import ragged_attention_reference
 from cubin_runtime.request import KernelRequest, MaskType
 from cubin_runtime.selection import select
 from cubin_runtime.settings import logger, settings
+from cubin_runtime.torch_ops import Result
 from kernel_meta.schema import KernelRow
 
 if settings.log_level != logging.NOTSET:
@@ -32,8 +34,7 @@ if settings.log_level != logging.NOTSET:
 _PDL_CAPABILITY = (9, 0)
 _MAX_PREPARED = 512
 _NUMBER = (float, int)
-
-Result = Tensor | tuple[Tensor, Tensor]
+_read_by_dynamo = torch.compiler.is_dynamo_compiling
 
 _prepared: dict[Hashable, PreparedCall] = {}
 on_unload.append(_prepared.clear)
@@ -115,7 +116,7 @@ def trtllm_ragged_attention_deepseek(
     for a window without is_causal, NoKernelError (a LookupError) with the reasons of every kernel where
     none fits, ArtifactError (an OSError) where a cubin cannot be had, DriverError (a RuntimeError).
     """
-    call = Call(
+    arguments = (
         query,
         key,
         value,
@@ -146,12 +147,18 @@ def trtllm_ragged_attention_deepseek(
         uses_spcompress,
         skip_all_rows_active_check,
     )
+    if _read_by_dynamo():
+        return torch_ops.record(*arguments)
+    call = Call(*arguments)
     prepared = _find(call)
     if prepared is None:
         return _first_call(call)
     if q_seq_lens_cpu is not None or kv_seq_lens_cpu is not None:
         checks.check_mirrors(call)
     return _run(call, prepared)
+
+
+torch_ops.implement(trtllm_ragged_attention_deepseek)
 
 
 # ---- every call
@@ -171,6 +178,7 @@ def _signature(call: Call) -> Hashable:
     The values of scales are not in it, and the CPU mirrors are checked on every call.
     """
     return (
+        type(call.query),  # apart from addresses, fake tensors look like others
         _layout(call.query),
         _layout(call.key),
         _layout(call.value),
@@ -258,6 +266,8 @@ _current_stream = _raw_stream_function()
 
 
 def _first_call(call: Call) -> Result:
+    if isinstance(call.query, torch_ops.TRACED):
+        return torch_ops.record(*msgspec.structs.astuple(call))
     checks.check(call)
     if call.backend == "reference":
         return _run_reference(call)

@@ -190,13 +190,14 @@ def make_workspace(
 
 
 class Guarded:
-    """A NaN-filled tensor in the middle of a buffer whose both ends must keep their bytes."""
+    """A tensor in the middle of a buffer whose both ends must keep their bytes; floats in it are NaN."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         size = math.prod(shape) * dtype.itemsize
         self.buffer = torch.full((size + 2 * _GUARD_BYTES,), _GUARD_PATTERN, dtype=torch.uint8, device=device)
         self.tensor = self.buffer[_GUARD_BYTES : _GUARD_BYTES + size].view(dtype).view(tuple(shape))
-        self.tensor.fill_(math.nan)
+        if dtype.is_floating_point:
+            self.tensor.fill_(math.nan)
 
     def assert_intact(self) -> None:
         for end in (self.buffer[:_GUARD_BYTES], self.buffer[-_GUARD_BYTES:]):

@@ -27,7 +27,7 @@ from tests.gpu.support import (
 
 pytestmark = pytest.mark.gpu
 
-# Queries and keys: nothing to divide, a part of one block, many parts, no keys, no queries, more than one tile.
+# Nothing to divide, a part of one block, many parts, no keys, no queries, more than one tile.
 Q_LENS = [1, 0, 3, 17, 5, 2, 64, 9]
 KV_LENS = [7, 1000, 63, 2049, 777, 0, 300, 4100]
 

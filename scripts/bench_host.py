@@ -11,8 +11,8 @@
 
 Each is a median, then the best of all repeats: their distance says what other work the machine had. The
 driver is tests/driver/libcuda_stub.c behind the real cuda.bindings. Tensors are stand-ins of a torch.Tensor
-subclass; what torch adds to every attribute of a subclass is switched off, so that they cost what plain tensors
-do. Python's compiled files are kept in a folder of this run, and written before anything is timed.
+subclass; what torch adds to every attribute of a subclass is switched off, so that they cost what plain
+tensors do. Python's compiled files are kept in a folder of this run, and written before anything is timed.
 """
 
 from __future__ import annotations

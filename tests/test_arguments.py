@@ -369,7 +369,7 @@ def test_fp8_out_of_an_fp8_query_is_refused() -> None:
 def test_checking_reads_no_device_memory() -> None:
     """The tensors raise when an operation runs on them."""
     everything = {
-        "attention_sinks": CudaTensor((4,), F32),
+        "attention_sinks": CudaTensor((32,), F32),
         "bmm1_scale": CudaTensor((), F32),
         "bmm2_scale": CudaTensor((1,), F32),
     }

@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cubin_runtime.request import DType
+from kernel_meta.schema import Scheduler
+from kernel_meta.tables import find_row
+
 KERNEL_META = Path(__file__).parents[2] / "kernel_meta"
 STREAM = 100  # + the device's ordinal
 
@@ -23,7 +27,7 @@ from cubin_runtime import trtllm_ragged_attention_deepseek as attend
 attention._current_stream = lambda device: {STREAM} + device
 """
 
-# Arguments of `cuda_call`. "causal" has lengths (300, 20) and (400, 50), 4 heads over 2, dims (192, 128).
+# Arguments of `cuda_call`. "causal" has lengths (300, 20) and (400, 50), 32 heads over 16, dims (192, 128).
 CALLS = {
     "causal": "",
     "dense": "is_causal=False",
@@ -37,19 +41,19 @@ CALLS = {
     "tensor scales": "bmm1_scale=CudaTensor((), torch.float32), bmm2_scale=CudaTensor((1,), torch.float32)",
     "one tensor scale": "bmm2_scale=CudaTensor((1, 1), torch.float32)",
     "int scale": "bmm1_scale=3",
-    "sinks": "attention_sinks=CudaTensor((4,), torch.float32)",
+    "sinks": "attention_sinks=CudaTensor((32,), torch.float32)",
     "no lse": "lse=None",
-    "lse transposed": "lse=CudaTensor((320, 4), torch.float32, strides=(1, 320))",
-    "out strided": "out=CudaTensor((320, 4, 128), strides=(1024, 256, 1))",
+    "lse transposed": "lse=CudaTensor((320, 32), torch.float32, strides=(1, 320))",
+    "out strided": "out=CudaTensor((320, 32, 128), strides=(8192, 256, 1))",
     "key and value in one buffer": (
-        "key=CudaTensor((450, 2, 192), strides=(640, 320, 1), address=1 << 50), "
-        "value=CudaTensor((450, 2, 128), strides=(640, 320, 1), address=(1 << 50) + 384)"
+        "key=CudaTensor((450, 16, 192), strides=(5120, 320, 1), address=1 << 50), "
+        "value=CudaTensor((450, 16, 128), strides=(5120, 320, 1), address=(1 << 50) + 384)"
     ),
-    "heads outermost": "query=CudaTensor((320, 4, 192), strides=(192, 320 * 192, 1))",
-    "expanded key": "key=CudaTensor((450, 2, 192), strides=(0, 192, 1))",
+    "heads outermost": "query=CudaTensor((320, 32, 192), strides=(192, 320 * 192, 1))",
+    "expanded key": "key=CudaTensor((450, 16, 192), strides=(0, 192, 1))",
     "one token of any stride": (
-        "[1], [1], query=CudaTensor((1, 4, 192), strides=(1, 192, 1)), "
-        "key=CudaTensor((1, 2, 192), strides=(0, 192, 1)), out=CudaTensor((1, 4, 128), strides=(3, 128, 1))"
+        "[1], [1], query=CudaTensor((1, 32, 192), strides=(1, 192, 1)), "
+        "key=CudaTensor((1, 16, 192), strides=(0, 192, 1)), out=CudaTensor((1, 32, 128), strides=(3, 128, 1))"
     ),
     "one head of any stride": (
         "heads=(1, 1), key=CudaTensor((450, 1, 192), strides=(192, 1, 1)), "
@@ -58,14 +62,19 @@ CALLS = {
     "no keys": "[3], [0]",
     "dependent launch": "enable_pdl=True",
     "no dependent launch": "enable_pdl=False",
-    "one tile": "[1], [1], heads=(1, 1)",
-    "few tiles": "[128, 3], [128, 3], heads=(2, 1)",
+    "one row": "[1], [1], heads=(1, 1)",
+    "a tile of 64 rows and one more": "[65], [65], heads=(2, 2)",
     "many tiles": "[4096], [4096], heads=(128, 128)",
     "many sequences": "[1] * 3000, [7] * 3000",
+    "few rows, long keys": "[1], [100_000], heads=(16, 1)",
+    "few rows, uneven groups": "[5, 9], [3000, 2000], heads=(96, 2), head_dims=(128, 128)",
+    "few rows, dense": "[33], [5000], heads=(8, 8), head_dims=(256, 256), is_causal=False",
     **{f"{tokens} keys": f"[1, 1], [{tokens}, 1], heads=(128, 128)" for tokens in (87_381, 87_382, 174_763)},
     "131072 queries": "[131072], [131072], heads=(128, 128)",
 }
 
+MAPS = ("query_map", "key_map", "value_map", "out_map")
+DIVISION = ("tile_tokens", "tile_heads", "blocks_per_split", "max_splits", "max_q_blocks")
 SLIDING = {"sliding": 100, "window that hides one key": 398}
 
 
@@ -163,9 +172,9 @@ def test_every_byte_of_the_parameters(launches: dict[str, Launch], name: str) ->
     a = launch.arguments
     given = _decode(launch.parameters)
     tag = given.pop("launch_tag")
-    for operand in ("query", "key", "value", "out"):
-        given.pop(f"{operand}_map")  # see the next test
     assert 0 < tag < 2**32
+    for field in (*MAPS, *DIVISION, "arrivals", "partials"):
+        given.pop(field)  # see the tests below
     sinks, lse, out = a.get("attention_sinks"), a["lse"], a["out"]
     scales = {scale: a[scale] for scale in ("bmm1_scale", "bmm2_scale")}
     pointers = {scale: s["address"] for scale, s in scales.items() if isinstance(s, dict)}
@@ -199,25 +208,26 @@ def test_every_byte_of_the_parameters(launches: dict[str, Launch], name: str) ->
 @pytest.mark.parametrize("name", CALLS)
 def test_tensor_maps(launches: dict[str, Launch], name: str) -> None:
     launch = launches[name]
-    tile = re.search(r"_t(\d+)x(\d+)_", launch.call["kernel"])
-    assert tile
+    row = find_row(launch.call["kernel"])
     given = _decode(launch.parameters)
     for number, operand in enumerate(("query", "key", "value", "out")):
         tensor = launch.arguments[operand]
         tokens, heads, head_dim = tensor["shape"]
         token_stride, head_stride, _ = (2 * stride for stride in tensor["strides"])
-        rows = int(tile[2]) if operand in ("key", "value") else 64
+        box = [row.tile_kv if operand in ("key", "value") else 64, 1, head_dim // 64]
+        if operand == "query" and row.scheduler is Scheduler.SPLIT:
+            box = [given["tile_tokens"], given["tile_heads"], 1]
         encoded = launch.maps[number]
         assert encoded["address"] == (tensor["address"] or launch.arguments["workspace_buffer"]["address"])
         assert encoded["dims"] == [64, max(tokens, 1), heads, head_dim // 64]
-        assert encoded["box"] == [64, rows, 1, head_dim // 64]
+        assert encoded["box"] == [64, *box]
         assert encoded["strides"] == [
             token_stride if tokens > 1 else 2 * head_dim,
             head_stride if heads > 1 else 2 * head_dim,
             128,
         ]
         # Numbers of cuda.h: FLOAT16 6, BFLOAT16 9; no interleave, SWIZZLE_128B 3, L2_256B 3, zeros outside.
-        assert encoded["dtype"] == (6 if name == "fp16" else 9)
+        assert encoded["dtype"] == (6 if row.dtype_q is DType.FP16 else 9)
         options = ("interleave", "swizzle", "l2_promotion", "oob_fill", "element_strides")
         assert [encoded[option] for option in options] == [0, 3, 3, 0, [1, 1, 1, 1]]
         words = struct.unpack_from("<2IQ", given[f"{operand}_map"])  # the stub begins its maps with these
@@ -256,14 +266,53 @@ def test_dtype_and_head_dims_of_the_kernel(launches: dict[str, Launch], name: st
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_grid_block_memory_and_stream(launches: dict[str, Launch], name: str) -> None:
-    from kernel_meta.tables import find_row
+def test_division_of_the_keys(launches: dict[str, Launch], name: str) -> None:
+    """What a split kernel counts on, and where in the workspace its areas lie."""
+    launch = launches[name]
+    a, row, given = launch.arguments, find_row(launch.call["kernel"]), _decode(launch.parameters)
+    slots = 0
+    if row.scheduler is Scheduler.SPLIT:
+        key_blocks = max(1, -(-a["max_kv_len"] // row.tile_kv))
+        assert given["tile_tokens"] * given["tile_heads"] <= row.tile_q
+        assert given["heads_per_kv_head"] % given["tile_heads"] == 0
+        assert given["max_q_blocks"] * given["tile_tokens"] >= a["max_q_len"]
+        assert given["max_splits"] == -(-key_blocks // given["blocks_per_split"])
+        slots = _parts(launch) if given["max_splits"] > 1 else 0
+    assert given["arrivals"] >= given["tile_counter"] + 8
+    assert given["partials"] >= given["arrivals"] + 8 * slots
+    assert given["arrivals"] % 16 == given["partials"] % 16 == 0
+    # split.cuh: half of a row's output and two rows' maximum and sum for each of 128 threads.
+    needed = given["partials"] + slots * 4 * 128 * (row.head_dim_v // 2 + 4) - given["tile_counter"]
+    assert needed <= a["workspace_buffer"]["shape"][0]
 
+
+def test_few_rows_get_a_split_kernel_that_fills_the_device(launches: dict[str, Launch]) -> None:
+    launch = launches["few rows, long keys"]
+    given = _decode(launch.parameters)
+    assert "_split" in launch.call["kernel"]
+    assert (given["tile_heads"], given["max_q_blocks"]) == (16, 1)
+    assert 132 < launch.call["grid"][0] <= 264
+    assert given["max_splits"] == launch.call["grid"][0]
+
+
+def _parts(launch: Launch) -> int:
+    """Parts of all tiles of a split kernel, were every sequence as long as the longest."""
+    given = _decode(launch.parameters)
+    heads = given["num_heads_q"] // given["tile_heads"]
+    parts: int = given["batch_size"] * given["max_q_blocks"] * heads * given["max_splits"]
+    return parts
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_grid_block_memory_and_stream(launches: dict[str, Launch], name: str) -> None:
     launch = launches[name]
     row = find_row(launch.call["kernel"])
     tokens, heads, _ = launch.arguments["query"]["shape"]
-    most_tiles = heads * min(tokens, -(-tokens // row.tile_q) + launch.arguments["batch_size"])
-    assert launch.call["grid"] == [min(132, most_tiles), 1, 1]
+    if row.scheduler is Scheduler.SPLIT:
+        most_tiles = _parts(launch)
+    else:
+        most_tiles = heads * min(tokens, -(-tokens // row.tile_q) + launch.arguments["batch_size"])
+    assert launch.call["grid"] == [min(132 * row.blocks_per_sm, most_tiles), 1, 1]
     assert row.resources is not None
     assert launch.call["block"] == [row.resources.threads, 1, 1]
     assert launch.call["shared"] == row.resources.shared_memory
@@ -366,12 +415,12 @@ bad = {
     "cum_seq_lens_q": dict(cum_seq_lens_q=CudaTensor((3,), torch.int64)),
     "cum_seq_lens_kv": dict(cum_seq_lens_kv=CudaTensor((2,), torch.int32)),
     "seq_lens": dict(seq_lens=CudaTensor((2,), torch.int32, device=1)),
-    "key": dict(key=CudaTensor((450, 2, 192), strides=(400, 192, 2))),
+    "key": dict(key=CudaTensor((450, 16, 192), strides=(6200, 384, 2))),
     "value": dict(value=None),
-    "query": dict(query=CudaTensor((320, 4, 192), strides=(770, 193, 1))),
-    "lse": dict(lse=CudaTensor((4, 320), torch.float32)),
-    "out": dict(out=CudaTensor((320, 4, 128), torch.float32)),
-    "attention_sinks": dict(attention_sinks=CudaTensor((4,), torch.bfloat16)),
+    "query": dict(query=CudaTensor((320, 32, 192), strides=(6178, 193, 1))),
+    "lse": dict(lse=CudaTensor((32, 320), torch.float32)),
+    "out": dict(out=CudaTensor((320, 32, 128), torch.float32)),
+    "attention_sinks": dict(attention_sinks=CudaTensor((32,), torch.bfloat16)),
     "bmm1_scale": dict(bmm1_scale=CudaTensor((1,), torch.float64)),
     "bmm2_scale": dict(bmm2_scale=1e39),
     "enable_pdl": dict(enable_pdl="yes"),
@@ -415,9 +464,9 @@ assert len(attention._prepared) == 1
     )
     cold, warm = (lines := run.stdout.splitlines())[: len(lines) // 2], lines[len(lines) // 2 :]
     assert cold == warm
-    assert any("workspace_buffer has 4 bytes; this call needs 8" in line for line in cold)
+    assert any("workspace_buffer has 4 bytes; this call needs 16" in line for line in cold)
     assert any("workspace_buffer starts at 0x1008; expected a multiple of 16" in line for line in cold)
-    assert any(line.startswith("query cannot be read in tiles: stride 1 is 1540 bytes") for line in cold)
+    assert any(line.startswith("query cannot be read in tiles: stride 1 is 12356 bytes") for line in cold)
     assert len(run.named("cuLaunchKernelEx")) == 2
 
 
@@ -431,7 +480,7 @@ for change in (
     dict(uses_spcompress=True),
     dict(backend="cute-dsl", head_dims=(96, 96)),
     dict(head_dims=(96, 96)),
-    dict(heads=(4, 2), out=CudaTensor((320, 4, 128), torch.float8_e4m3fn)),
+    dict(out=CudaTensor((320, 32, 128), torch.float8_e4m3fn)),
 ):
     try:
         attend(**cuda_call(**change))
@@ -494,13 +543,13 @@ try:
 except NoKernelError as error:
     print(error)
 """,
-        devices=("9.0:132:232448", "9.0:114:232448", "10.3:160:232448", "8.0:108:166912"),
+        devices=("9.0:132:232448", "9.0:114:232448", "8.0:108:166912", "9.0:78:232448"),
     )
     calls = run.named("cuLaunchKernelEx")
     assert [(call["grid"][0], call["stream"]) for call in calls] == [(132, 100), (114, 101)] * 2
     assert calls[0]["context"] != calls[1]["context"]
     assert [call["context"] for call in calls[2:]] == [call["context"] for call in calls[:2]]
-    assert "no kernel runs on compute capability 10.3" in run.stdout
+    assert "no kernel runs on compute capability 8.0" in run.stdout
     assert len(run.named("cuLibraryLoadData")) == 1
     assert {call.get("device", call.get("ordinal")) for call in run.calls} == {None, 0, 1, 2}
 
@@ -527,7 +576,7 @@ barrier = threading.Barrier(8)
 def work(tokens):
     barrier.wait()
     for _ in range(20):
-        attend(**cuda_call([tokens], [tokens]))
+        attend(**cuda_call([tokens], [tokens], bmm1_scale=tokens))
     assert stub.stub_stack_depth() == 0
 threads = [threading.Thread(target=work, args=(tokens,)) for tokens in range(1, 9)]
 [thread.start() for thread in threads]
@@ -541,9 +590,7 @@ threads = [threading.Thread(target=work, args=(tokens,)) for tokens in range(1, 
     assert len(run.named("cuLibraryLoadData")) == 1
     launches = [_decode(bytes.fromhex(call["parameters"])) for call in calls]
     assert len({launch["launch_tag"] for launch in launches}) == 160
-    assert all(
-        call["grid"][0] == min(132, 4 * min(n["total_q"], 2)) for call, n in zip(calls, launches, strict=True)
-    )
+    assert all(launch["total_q"] == launch["bmm1_scale"] for launch in launches)
 
 
 # ---- what a call does besides
@@ -568,10 +615,10 @@ for _ in range(2):
 assert not allocated
 for _ in range(2):
     out = attend(**cuda_call(out=None, lse=None, device=1))
-    assert allocated == [((320, 4, 128), torch.bfloat16, "cuda:1")] and out.get_device() == 1
+    assert allocated == [((320, 32, 128), torch.bfloat16, "cuda:1")] and out.get_device() == 1
     allocated.clear()
     out, lse = attend(**cuda_call(out=None, lse=None, return_lse=True))
-    assert allocated == [((320, 4, 128), torch.bfloat16, "cuda:0"), ((320, 4), torch.float32, "cuda:0")]
+    assert allocated == [((320, 32, 128), torch.bfloat16, "cuda:0"), ((320, 32), torch.float32, "cuda:0")]
     allocated.clear()
 print(out.address, lse.address)
 """,
@@ -581,9 +628,9 @@ print(out.address, lse.address)
     last = _decode(bytes.fromhex(run.named("cuLaunchKernelEx")[-1]["parameters"]))
     assert [last["out"], last["lse"]] == [int(word) for word in run.stdout.split()]
     assert [last[f"{name}_stride_{of}"] for name in ("out", "lse") for of in ("token", "head")] == [
-        512,
+        4096,
         128,
-        4,
+        32,
         1,
     ]
 
@@ -638,7 +685,7 @@ except RuntimeError as error:
         "sha256 ",
         "from embedded",
         "on device 0",
-        "query=torch.bfloat16[320, 4, 192] strides (768, 192, 1) on cuda:0",
+        "query=torch.bfloat16[320, 32, 192] strides (6144, 192, 1) on cuda:0",
         "bmm1_scale=torch.float32[] strides () on cuda:0",
         "bmm2_scale=1.0",
         "sage_attn_sfs=(None, None, None, None)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http.cookiejar import DefaultCookiePolicy
 from urllib.parse import urljoin, urlsplit
 
 import requests
@@ -27,6 +28,7 @@ class MirrorSession(requests.Session):
     def __init__(self, settings: Settings, connections: int = 1) -> None:
         super().__init__()
         self.max_redirects = MAX_REDIRECTS
+        self.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # and thus none
         self._settings = settings
         self._tokens = settings.tokens
         self._bundle = settings.ca_bundle

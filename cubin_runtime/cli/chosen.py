@@ -13,7 +13,8 @@ Arch = Annotated[
     list[str] | None, typer.Option("--arch", help="Cubins that run on this device, such as sm_90a or 10.3.")
 ]
 Family = Annotated[
-    list[str] | None, typer.Option("--family", help="Cubins of this family, such as fmha_sm90.")
+    list[str] | None,
+    typer.Option("--family", help="Cubins of this family, such as fmha_sm90, or set of the manifest."),
 ]
 Row = Annotated[list[str] | None, typer.Option("--row", help="Cubins whose name matches this glob.")]
 All = Annotated[bool, typer.Option("--all", help="Every cubin of the manifest.")]
@@ -29,17 +30,24 @@ def choose(
 
     if everything == bool(arch or family or row):
         raise typer.BadParameter("expected either --all or some of --arch, --family and --row")
-    names = _names_for(arch or [])
+    names, families = _names_for(arch or []), _families()
     found = {
         artifact.sha256: artifact
         for artifact in default_manifest().artifacts.values()
         if (not arch or artifact.name in names)
-        and (not family or artifact.set_name in family)
+        and (not family or artifact.set_name in family or families.get(artifact.name) in family)
         and (not row or any(fnmatchcase(artifact.name, pattern) for pattern in row))
     }
     if not found:
         raise typer.BadParameter("no cubin matches; `cubin-runtime list` shows those that there are")
     return list(found.values())
+
+
+def _families() -> dict[str, str]:
+    """Family by the name of a kernel; a set that others publish is called otherwise."""
+    from kernel_meta.tables import all_rows
+
+    return {row.name: row.family for row in all_rows()}
 
 
 def _names_for(archs: list[str]) -> set[str]:

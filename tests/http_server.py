@@ -20,6 +20,7 @@ class Reply:
     length: int | None = -1
     delay: float = 0.0  # seconds before the answer
     trickle: float = 0.0  # seconds before each byte of the body
+    pace: float = 0.0  # seconds before each 64 KiB of the body
     endless: bool = False  # repeats the body until the client hangs up
     ranges: bool = False  # sends what a Range header asks for, as 206
 
@@ -38,6 +39,7 @@ class ScriptedServer(http.server.ThreadingHTTPServer):
     """Answers GET below each scripted prefix; `paths` and `headers` record what was asked for."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -45,6 +47,7 @@ class ScriptedServer(http.server.ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.closing = threading.Event()
         self._scripts: dict[str, list[Reply]] = {}
+        self._files: dict[str, Reply] = {}
         self._lock = threading.Lock()
 
     def script(self, prefix: str, *replies: Reply) -> str:
@@ -52,10 +55,17 @@ class ScriptedServer(http.server.ThreadingHTTPServer):
         self._scripts[prefix] = list(replies)
         return f"http://127.0.0.1:{self.server_address[1]}/{prefix}"
 
+    def script_paths(self, prefix: str, replies: dict[str, Reply]) -> str:
+        """Answers requests for these paths for good, 404 to others below `prefix`; returns the URL."""
+        self._files.update(replies)
+        return self.script(prefix, Reply(status=404))
+
     def reply_to(self, path: str, headers: dict[str, str]) -> Reply:
         with self._lock:
             self.paths.append(path)
             self.headers.append(headers)
+            if path in self._files:
+                return self._files[path]
             replies = self._scripts[path.split("/")[1]]
             return replies.pop(0) if len(replies) > 1 else replies[0]
 
@@ -83,7 +93,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     return
                 self.wfile.write(bytes([value]))
             return
-        self.wfile.write(reply.body)
+        step = 65536 if reply.pace else len(reply.body) or 1
+        for start in range(0, len(reply.body), step):
+            if closing.wait(reply.pace):
+                return
+            self.wfile.write(reply.body[start : start + step])
         while reply.endless and not closing.is_set():
             self.wfile.write(reply.body)
 

@@ -23,7 +23,7 @@ from cubin_runtime.families import Arguments, PreparedCall, Problem, TensorLayou
 from cubin_runtime.module import device_info, load, on_unload
 from cubin_runtime.reference import ragged_attention_reference
 from cubin_runtime.request import KernelRequest, MaskType
-from cubin_runtime.selection import select
+from cubin_runtime.selection import few_rows, select
 from cubin_runtime.settings import logger, settings
 from cubin_runtime.torch_ops import Result
 from kernel_meta.schema import KernelRow
@@ -279,7 +279,9 @@ def _first_call(call: Call) -> Result:
 
 def _prepare(call: Call) -> PreparedCall:
     request = _request(call)
-    row = _choose(request)
+    # Selection looks at these two for few query rows only; an engine has new ones in every step.
+    numbers = {} if few_rows(request) else {"batch_size": None, "max_q_len": None}
+    row = _choose(msgspec.structs.replace(request, **numbers))
     problem = _problem(call, request)
     implementation = family(row.family)
     device = call.query.get_device()

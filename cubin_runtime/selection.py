@@ -70,13 +70,23 @@ class Selection(msgspec.Struct, frozen=True):
 
     row         the chosen row; None when no row fits
     reason      why that row won, or what ruled out all of them
-    decisions   one for each row: the chosen one, other accepted ones, then the nearest miss first
+    rows        the candidates, in the order of the tables
+    blocked     names of rows that must not be chosen, with the reason
     """
 
     request: KernelRequest
     row: KernelRow | None
     reason: str
-    decisions: tuple[Decision, ...]
+    rows: tuple[KernelRow, ...]
+    blocked: Mapping[str, str]
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """One for each row: the chosen one, other accepted ones, then the nearest miss first.
+
+        Made when asked for, because a call that finds its kernel needs no reasons against all the others.
+        """
+        return _decide(self.request, self.rows, self.blocked)
 
     def require(self) -> KernelRow:
         """The chosen row; raises NoKernelError with `format_miss()` when there is none."""
@@ -135,7 +145,7 @@ def select(
     rows: Iterable[KernelRow] | None = None,
     blocked: Mapping[str, str] | None = None,
 ) -> Selection:
-    """Chooses the row that answers `request` best, and records a decision for every row.
+    """Chooses the row that answers `request` best; the result has a decision for every row.
 
     rows    candidates; default: every table in the package. Among rows that fit, code for exactly this
             device (sm_103a) beats code for its family (sm_100f), which beats portable code (a higher
@@ -157,15 +167,30 @@ def select(
 
         rows = all_rows()
         blocked = blocked_rows() if blocked is None else blocked
-    decisions = [Decision(row, tuple(_mismatches(request, row, blocked or {}))) for row in rows]
-    accepted = sorted((d for d in decisions if d.accepted), key=lambda d: _preference(d.row), reverse=True)
-    rejected = sorted((d for d in decisions if not d.accepted), key=lambda d: d.distance)
+    rows, blocked = tuple(rows), blocked or {}
+    accepted = sorted((r for r in rows if _fits(request, r, blocked)), key=_preference, reverse=True)
     return Selection(
         request=request,
-        row=accepted[0].row if accepted else None,
-        reason=_why_chosen(request, accepted) if accepted else _why_none(request, rejected),
-        decisions=(*accepted, *rejected),
+        row=accepted[0] if accepted else None,
+        reason=_why_chosen(request, accepted)
+        if accepted
+        else _why_none(request, _decide(request, rows, blocked)),
+        rows=rows,
+        blocked=blocked,
     )
+
+
+def _fits(request: KernelRequest, row: KernelRow, blocked: Mapping[str, str]) -> bool:
+    return next(_mismatches(request, row, blocked), None) is None
+
+
+def _decide(
+    request: KernelRequest, rows: Iterable[KernelRow], blocked: Mapping[str, str]
+) -> tuple[Decision, ...]:
+    decisions = [Decision(row, tuple(_mismatches(request, row, blocked))) for row in rows]
+    accepted = sorted((d for d in decisions if d.accepted), key=lambda d: _preference(d.row), reverse=True)
+    rejected = sorted((d for d in decisions if not d.accepted), key=lambda d: d.distance)
+    return (*accepted, *rejected)
 
 
 def few_rows(request: KernelRequest) -> str:
@@ -297,24 +322,24 @@ def _preference(row: KernelRow) -> tuple[tuple[int, Capability], int]:
     return _specificity(row), _RANK_OF_SCHEDULER[row.scheduler]
 
 
-def _why_chosen(request: KernelRequest, accepted: list[Decision]) -> str:
+def _why_chosen(request: KernelRequest, accepted: list[KernelRow]) -> str:
     winner, *others = accepted
     if not others:
         return "the only kernel that fits"
-    if _specificity(winner.row) == _specificity(others[0].row) and winner.row.scheduler == "split":
+    if _specificity(winner) == _specificity(others[0]) and winner.scheduler == "split":
         return f"made for few query rows: {few_rows(request)}"
-    if _preference(winner.row) == _preference(others[0].row):
+    if _preference(winner) == _preference(others[0]):
         return f"the first in the tables of {len(accepted)} kernels that fit"
     reasons = []
-    beaten = sorted({d.row.arch for d in others if d.row.arch != winner.row.arch})
+    beaten = sorted({row.arch for row in others if row.arch != winner.arch})
     if beaten:
-        reasons.append(f"its target {winner.row.arch} is closer to the device than {', '.join(beaten)}")
-    if _specificity(winner.row) == _specificity(others[0].row):
+        reasons.append(f"its target {winner.arch} is closer to the device than {', '.join(beaten)}")
+    if _specificity(winner) == _specificity(others[0]):
         reasons.append("persistent blocks are preferred to static ones")
     return " and ".join(reasons)
 
 
-def _why_none(request: KernelRequest, rejected: list[Decision]) -> str:
+def _why_none(request: KernelRequest, rejected: Iterable[Decision]) -> str:
     """What a reader should look at first: the one thing that rules out every kernel, if there is one."""
     ours = [d for d in rejected if not _differs(d, "backend")]
     if not ours:

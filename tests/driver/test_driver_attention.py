@@ -380,9 +380,12 @@ for n in range(1, 11):
     (prepared,) = [p for p in attention._prepared.values() if p.problem.batch_size == 2]
     assert 1 <= len(prepared._query) <= 3 and len(prepared._key) == 1
     assert n << 20 in prepared._query
+selections = attention._choose.cache_info().misses
+attend(**cuda_call([301, 20, 7], [500, 20, 7]))
+assert attention._choose.cache_info().misses == selections  # other lengths are no other request
 """
     )
-    assert len(run.named("cuLaunchKernelEx")) == 20
+    assert len(run.named("cuLaunchKernelEx")) == 21
     queries = [call["address"] for call in run.named("cuTensorMapEncodeTiled") if call["address"] < 1 << 40]
     assert queries == [n << 20 for n in range(1, 11)]
 

@@ -29,7 +29,8 @@ def sessions(text: str) -> Iterator[tuple[str, str]]:
 def output_of(command: str) -> str:
     """What a line of shell prints: stdout, then stderr. `cubin-runtime` is this checkout's."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CUBIN_RUNTIME_")}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "TERM": "dumb", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "TERM": "dumb", "PYTHONPATH": paths}
     function = f'cubin-runtime() {{ "{sys.executable}" -m cubin_runtime.cli "$@"; }}\n'
     with tempfile.TemporaryDirectory() as cache:
         process = subprocess.run(

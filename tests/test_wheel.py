@@ -52,7 +52,8 @@ def test_tables_sources_manifest_and_cubins_are_inside(installed: Path) -> None:
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_commands_work_from_it(installed: Path, tmp_path: Path, arguments: list[str], expected: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(installed), "CUBIN_RUNTIME_CACHE_DIR": str(tmp_path)}
+    paths = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": paths, "CUBIN_RUNTIME_CACHE_DIR": str(tmp_path)}
     process = subprocess.run(
         [sys.executable, "-m", "cubin_runtime.cli", *arguments],
         cwd=tmp_path,

@@ -86,6 +86,7 @@ def test_flags_of_a_row() -> None:
         *("-DDTYPE_Q=DType::bf16", "-DDTYPE_K=DType::bf16", "-DDTYPE_V=DType::bf16", "-DDTYPE_O=DType::fp16"),
         *("-DHEAD_DIM_QK=192", "-DHEAD_DIM_V=128", "-DMASK_TYPE=MaskType::sliding"),
         *("-DTILE_Q=128", "-DTILE_KV=128", "-DSTAGES_K=2", "-DSTAGES_V=3"),
+        *("-DSCHEDULER=Scheduler::persistent", "-DBLOCKS_PER_SM=1"),
     ]
 
 
@@ -316,7 +317,7 @@ def test_differences_are_listed() -> None:
 
 
 def test_list_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert build_cubins.main(["--list-flags", "--rows", "*bf16_h256x256_causal*"]) == 0
+    assert build_cubins.main(["--list-flags", "--rows", "*bf16_h256x256_causal*persistent"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(
         "fmha_sm90_sm90a_bf16_bf16_bf16_bf16_h256x256_causal_t128x80_persistent kernel_meta/"

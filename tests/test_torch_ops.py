@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function, nop
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 import cubin_runtime
-from cubin_runtime import trtllm_ragged_attention_deepseek
+from cubin_runtime import attention, trtllm_ragged_attention_deepseek
 from cubin_runtime.arguments import Call
 from cubin_runtime.errors import InvalidArgumentError
 from tests.ragged_call import SIGNATURE, as_call, cpu_call
@@ -127,12 +128,13 @@ def test_a_query_that_requires_grad_gets_results_that_do_not() -> None:
 # ---- graphs
 
 
-def test_the_graph_is_one_operator_between_allocations() -> None:
+@pytest.mark.parametrize("results", [1, 2])
+def test_the_graph_is_one_operator_after_allocations(results: int) -> None:
     counter = CompileCounterWithBackend("eager")
-    compiled(counter)(cpu_call(return_lse=True))
+    compiled(counter)(cpu_call(return_lse=results == 2))
     (graph,) = counter.graphs
     calls = [node.target for node in graph.graph.nodes if node.op in ("call_function", "call_method")]
-    assert calls == ["new_empty", "new_empty", OPERATOR]
+    assert calls == ["new_empty"] * results + [OPERATOR]
 
 
 def lengths(number: int) -> tuple[list[int], list[int]]:
@@ -193,7 +195,7 @@ def test_what_the_operator_declares() -> None:
     assert not OPERATOR._schema.returns
 
 
-# ---- export
+# ---- export and AOTAutograd
 
 
 class Attention(torch.nn.Module):
@@ -232,6 +234,12 @@ def test_export_with_free_token_counts(strict: bool) -> None:
     )
     others = Attention.tensors([4, 7], [9, 8])
     assert all(map(torch.equal, program.module()(*others), Attention()(*others)))
+
+
+def test_aot_autograd_without_dynamo() -> None:
+    tensors = Attention.tensors([3, 2], [5, 4])
+    traced = aot_function(Attention(), fw_compiler=nop)
+    assert all(map(torch.equal, traced(*tensors), Attention()(*tensors)))
 
 
 # ---- fake tensors
@@ -289,13 +297,14 @@ def test_a_compiled_call_is_checked_when_it_runs() -> None:
         compiled("eager")(cpu_call(max_q_len=-1))
 
 
-def test_fake_calls_and_real_ones_of_one_signature_do_not_meet() -> None:
+def test_a_fake_call_does_not_find_what_a_real_one_prepared() -> None:
+    """They differ in nothing but what they are, and a fake tensor has no address to launch with."""
     call = cpu_call()
-    right = trtllm_ragged_attention_deepseek(**call)
     with FakeTensorMode() as mode:
         fakes = {n: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for n, v in call.items()}
-        assert isinstance(trtllm_ragged_attention_deepseek(**fakes), FakeTensor)
-    assert torch.equal(trtllm_ragged_attention_deepseek(**call), right)
+        fake, real = as_call(fakes), as_call(call)
+    assert attention._layout(fake.query) == attention._layout(real.query)
+    assert attention._signature(fake) != attention._signature(real)
 
 
 # ---- torch's own checks of operators

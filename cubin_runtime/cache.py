@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from cubin_runtime.errors import ArtifactError, StoreWriteError
 from cubin_runtime.integrity import file_sha256, verify
+from cubin_runtime.locks import locked
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.partial import PartialFile, is_part, remove_abandoned
 from cubin_runtime.settings import CACHE_DIR, logger
@@ -102,14 +103,12 @@ class CacheStore(WritableStore):
         A lock that is not to be had (another user's, a read-only folder, a holder that hangs) costs at most
         a second download, as files are verified and replaced atomically.
         """
-        import filelock
-
         path = self.folder / "locks" / f"{artifact.sha256}.lock"
         with contextlib.ExitStack() as stack:
             try:
                 self._prepare(path.parent)
-                stack.enter_context(filelock.FileLock(path, timeout=timeout))
-            except (OSError, NotImplementedError) as error:  # filelock.Timeout is an OSError
+                stack.enter_context(locked(path, timeout))
+            except OSError as error:
                 logger.debug("downloading %s without a lock: %s", artifact.name, error)
             yield
 

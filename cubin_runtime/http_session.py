@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from http.cookiejar import DefaultCookiePolicy
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
-from requests.auth import AuthBase
+from requests.auth import AuthBase, HTTPBasicAuth
+from requests.utils import get_auth_from_url, get_netrc_auth
 
 from cubin_runtime.errors import DownloadError
 from cubin_runtime.settings import INSECURE_HOSTS, Settings, hide_password
@@ -32,6 +34,8 @@ class MirrorSession(requests.Session):
         self._settings = settings
         self._tokens = settings.tokens
         self._bundle = settings.ca_bundle
+        self._known_auth: dict[str, AuthBase] = {}
+        self._known_environment: dict[str, Any] = {}
         adapter = HTTPAdapter(pool_maxsize=connections)
         self.mount("https://", adapter)
         self.mount("http://", adapter)
@@ -46,6 +50,15 @@ class MirrorSession(requests.Session):
         return self.get(
             url, headers=headers, auth=self._auth(url), timeout=timeout, stream=True, verify=verify
         )
+
+    def merge_environment_settings(self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any) -> Any:
+        """What the environment says of a host; worked out once, since a thousand files ask for it."""
+        origin = _origin(str(url))
+        if origin not in self._known_environment:
+            self._known_environment[origin] = super().merge_environment_settings(
+                url, proxies, stream, verify, cert
+            )
+        return {**self._known_environment[origin]}
 
     def get_redirect_target(self, resp: requests.Response) -> str | None:
         """Where a redirect leads; raises DownloadError where that is not permitted."""
@@ -65,12 +78,20 @@ class MirrorSession(requests.Session):
         if self.should_strip_auth(old, new):  # type: ignore[no-untyped-call]  # the stubs leave it untyped
             prepared_request.headers.pop("Authorization", None)
 
-    def _auth(self, url: str) -> AuthBase | None:
+    def _auth(self, url: str) -> AuthBase:
+        origin = _origin(url)
+        if origin not in self._known_auth:
+            self._known_auth[origin] = self._find_auth(url)
+        return self._known_auth[origin]
+
+    def _find_auth(self, url: str) -> AuthBase:
         parts = urlsplit(url)
-        token = self._tokens.get(parts.netloc.rpartition("@")[2].lower()) or self._tokens.get(
-            parts.hostname or ""
-        )
-        return _Bearer(token) if token else None
+        for host in (parts.netloc.rpartition("@")[2].lower(), parts.hostname or ""):
+            if host in self._tokens:
+                return _Bearer(self._tokens[host])
+        user, password = get_auth_from_url(url)
+        found = (user, password) if user or password else get_netrc_auth(url)
+        return HTTPBasicAuth(*found) if found else _Nothing()
 
 
 class _Bearer(AuthBase):
@@ -80,6 +101,18 @@ class _Bearer(AuthBase):
     def __call__(self, r: requests.PreparedRequest) -> requests.PreparedRequest:
         r.headers["Authorization"] = f"Bearer {self._token}"
         return r
+
+
+class _Nothing(AuthBase):
+    """Keeps requests from looking for credentials by itself."""
+
+    def __call__(self, r: requests.PreparedRequest) -> requests.PreparedRequest:
+        return r
+
+
+def _origin(url: str) -> str:
+    """Scheme and host, with user and port if there are any."""
+    return "/".join(url.split("/", 3)[:3])
 
 
 def _without_query(url: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,8 +50,8 @@ def verify(artifact: Artifact, data: bytes, source: str) -> None:
 
 def file_chunks(path: Path) -> Iterator[memoryview]:
     """A file's bytes in pieces, each of which is only good until the next."""
-    buffer = memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(min(_CHUNK, os.fstat(file.fileno()).st_size + 1)))
         while count := file.readinto(buffer):
             yield buffer[:count]
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from cubin_runtime.locks import try_lock
 
 KEEP_FROM = 2**20  # bytes; less is sooner downloaded again than kept and looked for
 
@@ -100,7 +101,9 @@ def remove_abandoned(path: Path) -> bool:
 
 
 def _parts(final: Path) -> list[Path]:
-    return list(final.parent.glob(f".{final.name}.*.tmp"))
+    prefix = f".{final.name}."
+    names = os.listdir(final.parent)  # noqa: PTH208  a path for each of them takes longer than all the rest
+    return [final.with_name(name) for name in names if name.startswith(prefix) and name.endswith(".tmp")]
 
 
 def _size(path: Path) -> int:
@@ -115,7 +118,7 @@ def _create(final: Path) -> tuple[Path, int]:
         path = final.with_name(f".{final.name}.{os.urandom(8).hex()}.tmp")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         # Between these two calls it looks abandoned, so that somebody may have removed it.
-        if _lock(descriptor) is not False and _is_named(descriptor, path):
+        if try_lock(descriptor) is not False and _is_named(descriptor, path):
             return path, descriptor
         os.close(descriptor)
     raise FileExistsError(errno.EEXIST, "temporary files are removed as soon as they are made", str(final))
@@ -129,21 +132,10 @@ def _take(path: Path) -> int | None:
         return None
     status = os.fstat(descriptor)
     ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-    if ours and _lock(descriptor) and _is_named(descriptor, path):
+    if ours and try_lock(descriptor) and _is_named(descriptor, path):
         return descriptor
     os.close(descriptor)
     return None
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Whether the lock was to be had; None on a file system without locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _is_named(descriptor: int, path: Path) -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import filelock
 import pytest
 import requests  # noqa: F401  imported now, because it may be out of reach after a change of user
 from http_server import Reply, ScriptedServer, serving
@@ -23,6 +22,7 @@ from cubin_runtime import fetch, transfer
 from cubin_runtime.cache import CacheStore
 from cubin_runtime.errors import DownloadError
 from cubin_runtime.fetch import obtain
+from cubin_runtime.locks import locked
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import Settings
 from cubin_runtime.store import Located
@@ -38,8 +38,9 @@ ARTIFACT = Artifact(
 # Imports, says so, waits for a line, downloads and prints the digest of what it got.
 CHILD = f"""
 import hashlib, sys
-import filelock, requests
+import requests
 from cubin_runtime.fetch import obtain
+from cubin_runtime.locks import locked
 from cubin_runtime.manifest import Artifact
 artifact = {ARTIFACT!r}
 print("ready", flush=True)
@@ -174,7 +175,7 @@ def test_a_holder_that_hangs_costs_the_timeout_and_no_more(server: ScriptedServe
     settings = make_settings(tmp_path, server.script("m", Reply(DATA)), lock_timeout=0.2)
     locks = settings.cache_dir / "locks"
     locks.mkdir(parents=True)
-    with filelock.FileLock(locks / f"{ARTIFACT.sha256}.lock"):
+    with locked(locks / f"{ARTIFACT.sha256}.lock", timeout=1):
         began = time.monotonic()
         assert obtain(ARTIFACT, settings=settings).data == DATA
         assert 0.2 <= time.monotonic() - began < 5
@@ -186,7 +187,7 @@ def test_the_cache_is_looked_into_again_after_the_wait(server: ScriptedServer, t
     locks = settings.cache_dir / "locks"
     locks.mkdir(parents=True)
     with ThreadPoolExecutor(1) as pool:
-        with filelock.FileLock(locks / f"{ARTIFACT.sha256}.lock"):
+        with locked(locks / f"{ARTIFACT.sha256}.lock", timeout=1):
             future = pool.submit(obtain, ARTIFACT, settings=settings)
             wait_for(lambda: fetch._flights)
             CacheStore(settings.cache_dir).write(ARTIFACT, DATA)

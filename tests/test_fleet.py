@@ -39,7 +39,7 @@ ARTIFACTS = [artifact(data, f"k{number}") for number, data in enumerate(CONTENTS
 # start together, when the parent closes the pipe that they wait for.
 NURSERY = """
 import hashlib, os, signal, sys, threading
-import filelock, requests
+import requests
 from cubin_runtime import http_mirror, http_session
 from cubin_runtime.batch import fetch_all
 from cubin_runtime.fetch import obtain

@@ -174,7 +174,9 @@ class CacheStore(WritableStore):
     def _prepare(self, folder: Path) -> None:
         super()._prepare(self.folder)
         # A folder that holds something else is not ours to exclude from backups.
-        if not any(self.folder.iterdir()):
+        with os.scandir(self.folder) as found:
+            is_empty = next(found, None) is None
+        if is_empty:
             (self.folder / _TAG).write_text(_TAG_TEXT)
         super()._prepare(folder)
 

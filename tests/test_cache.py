@@ -6,13 +6,15 @@ import errno
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from cubin_runtime.cache import CacheStore
+from cubin_runtime.cache import CacheStore, WritableStore
 from cubin_runtime.errors import IntegrityError, StoreWriteError
 from cubin_runtime.manifest import Artifact
 
@@ -141,3 +143,125 @@ def test_reading_a_warm_cache_writes_nothing(tmp_path: Path) -> None:
 
 def test_the_cache_keeps_published_files_by_content(tmp_path: Path) -> None:
     assert CacheStore(tmp_path).write(PUBLISHED, DATA) == tmp_path / ARTIFACT.key
+
+
+# ---- upkeep
+
+
+def make_artifact(data: bytes) -> Artifact:
+    return Artifact(
+        name="k", set_name="s", version="1", sha256=hashlib.sha256(data).hexdigest(), size=len(data)
+    )
+
+
+def fill(cache: CacheStore, *contents: bytes) -> list[Path]:
+    """Writes files that were used one after the other, long ago."""
+    paths = [cache.write(make_artifact(data), data) for data in contents]
+    for number, path in enumerate(paths):
+        os.utime(path, (1e9 + number, 1e9 + number))
+    return paths
+
+
+def test_backups_pass_over_a_new_cache_only(tmp_path: Path) -> None:
+    CacheStore(tmp_path / "new").write(ARTIFACT, DATA)
+    tag = (tmp_path / "new" / "CACHEDIR.TAG").read_text()
+    assert tag.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").touch()
+    CacheStore(tmp_path / "home").write(ARTIFACT, DATA)
+    assert not (tmp_path / "home" / "CACHEDIR.TAG").exists()
+    WritableStore("destination", tmp_path / "dest").write(ARTIFACT, DATA)
+    assert not (tmp_path / "dest" / "CACHEDIR.TAG").exists()
+
+
+def test_entries_are_cubins_and_nothing_else(tmp_path: Path) -> None:
+    cache = CacheStore(tmp_path)
+    assert CacheStore(tmp_path / "absent").entries() == []
+    paths = fill(cache, b"a", b"bb")
+    for name in (f".{ARTIFACT.sha256}.0.tmp", "note", "ab" * 31):
+        (paths[0].parent / name).touch()
+    assert [(entry.path, entry.size) for entry in cache.entries()] == [(paths[0], 1), (paths[1], 2)]
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    cache = CacheStore(tmp_path)
+    paths = fill(cache, b"a" * 10, b"b" * 10, b"c" * 10)
+    os.utime(paths[0], (2e9, 1e9))  # read since
+    removed = cache.prune(max_size=15)
+    assert [entry.path for entry in removed] == [paths[1], paths[2]]
+    assert cache.prune(max_size=15) == []
+    assert cache.prune(max_size=0, keep=[paths[0].name]) == []
+    assert paths[0].exists()
+
+
+def test_pruning_without_rules_removes_what_was_abandoned(tmp_path: Path) -> None:
+    cache = CacheStore(tmp_path)
+    (path,) = fill(cache, b"a")
+    part = path.with_name(f".{path.name}.0123.tmp")
+    part.touch()
+    with cache.receive(ARTIFACT) as partial:
+        assert cache.prune() == []
+        assert partial.path.exists(), "it is in use"
+    assert path.exists()
+    assert not part.exists()
+
+
+def test_a_reader_keeps_a_file_that_is_removed(tmp_path: Path) -> None:
+    cache = CacheStore(tmp_path)
+    (path,) = fill(cache, DATA)
+    with path.open("rb") as reader:
+        assert len(cache.prune(max_size=0)) == 1
+        assert reader.read() == DATA
+    assert cache.read(ARTIFACT) is None
+
+
+def test_what_somebody_else_removes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = CacheStore(tmp_path)
+    paths = fill(cache, b"a", b"b")
+    entries = cache.entries()
+    paths[0].unlink()
+    assert cache.is_sound(entries[0])
+    monkeypatch.setattr(cache, "entries", lambda: entries)
+    assert [entry.path for entry in cache.prune(max_size=0)] == [paths[1]]
+
+
+def test_soundness_is_the_digest_in_the_name(tmp_path: Path) -> None:
+    cache = CacheStore(tmp_path)
+    (path,) = fill(cache, DATA)
+    (entry,) = cache.entries()
+    assert cache.is_sound(entry)
+    path.write_bytes(DATA[:-1] + b"x")
+    assert not cache.is_sound(entry)
+
+
+def test_too_little_space_is_noticed_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cubin_runtime.cache._free_bytes", lambda path: len(DATA) - 1)
+    with pytest.raises(StoreWriteError, match=f"{len(DATA)} bytes needed, {len(DATA) - 1} free"):
+        CacheStore(tmp_path).write(ARTIFACT, DATA)
+    assert files(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_reading_goes_on_while_others_write_and_prune(tmp_path: Path) -> None:
+    cache = CacheStore(tmp_path)
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            cache.write(ARTIFACT, DATA)
+
+    def prune() -> None:
+        while not stop.is_set():
+            cache.prune(max_size=0)
+
+    with ThreadPoolExecutor(2) as pool:
+        workers = [pool.submit(write), pool.submit(prune)]
+        found = [cache.read(ARTIFACT) for _ in range(2000)]
+        stop.set()
+        for worker in workers:
+            worker.result()
+    assert set(found) == {None, DATA}

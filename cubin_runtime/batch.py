@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from cubin_runtime.cache import WritableStore
+from cubin_runtime.download import Fetched, fetch
 from cubin_runtime.errors import ArtifactError
-from cubin_runtime.fetch import Fetched, fetch
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import Settings, settings
 from cubin_runtime.transfer import Transfers

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from cubin_runtime.download import holder
 from cubin_runtime.errors import ArtifactNotFoundError, IntegrityError, StoreWriteError
-from cubin_runtime.fetch import holder
 from cubin_runtime.integrity import Checker, file_chunks
 from cubin_runtime.manifest import FILE_NAME, MAX_MANIFEST_SIZE, Artifact, Manifest
 from cubin_runtime.mirrors import CHUNK, Body, MissingError

@@ -4,45 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from cubin_runtime.cache import CacheStore, WritableStore
-from cubin_runtime.errors import (
-    ArtifactError,
-    ArtifactNotFoundError,
-    DownloadError,
-    IntegrityError,
-    OfflineError,
-    StoreWriteError,
-)
-from cubin_runtime.integrity import verify
+from cubin_runtime.errors import DownloadError
 from cubin_runtime.manifest import Artifact
-from cubin_runtime.mirrors import FileMirror, Mirror, open_mirrors
-from cubin_runtime.settings import (
-    ARTIFACT_DIR,
-    CACHE_DIR,
-    MIRRORS,
-    OFFLINE,
-    Settings,
-    logger,
-    settings,
-    warn_once,
-)
-from cubin_runtime.store import (
-    Attempt,
-    FolderStore,
-    Located,
-    absence,
-    locate,
-    lookup_order,
-    warn_of_wrong_files,
-)
-from cubin_runtime.transfer import MemorySink, Progress, Transfers
+from cubin_runtime.settings import Settings, settings
+from cubin_runtime.store import Attempt, Located, locate, lookup_order
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    from cubin_runtime.mirrors import Mirror
 
 # Downloads under way in this process. The key holds the process id, so that a forked child does not
 # wait for a thread that only its parent has.
@@ -69,81 +43,17 @@ def obtain(
     found = locate(artifact, lookup_order(settings, artifact, folder), attempts)
     if found:
         return found
+    # Only now, because most processes find every file at hand.
+    from cubin_runtime.download import download, failure
+    from cubin_runtime.mirrors import open_mirrors
+
     with contextlib.nullcontext(mirrors) if mirrors is not None else open_mirrors(settings) as usable:
         if not usable:
-            raise _failure(artifact, attempts, settings)
+            raise failure(artifact, attempts, settings)
         return _share(
             (os.getpid(), artifact.sha256, settings.cache_dir, *(mirror.location for mirror in usable)),
-            lambda: _download(artifact, usable, attempts, settings),
+            lambda: download(artifact, usable, attempts, settings),
         )
-
-
-class Fetched(NamedTuple):
-    """A file that is in place. `is_new` says whether it was not before, `source` then where it came from."""
-
-    store: str
-    path: str
-    is_new: bool
-    source: str
-    attempts: tuple[Attempt, ...]
-
-
-def fetch(
-    artifact: Artifact,
-    transfers: Transfers,
-    *,
-    target: WritableStore | None = None,
-    settings: Settings = settings,
-    progress: Progress = lambda size: None,
-) -> Fetched:
-    """Brings a file to this machine without ever having all of it in memory.
-
-    transfers  the mirrors, shared by all files of a batch
-    target     where the file has to be; default: any store of this machine, and if none has it, the cache
-    progress   called with the bytes of it that are there
-
-    Thread-safe. Raises what `obtain` does, and StoreWriteError where the file cannot be kept.
-    """
-    attempts: list[Attempt] = []
-    here = list(lookup_order(settings, artifact))
-    store = target or CacheStore(settings.cache_dir)
-    held = holder(artifact, [target] if target else here, attempts)
-    if held:
-        return Fetched(held.name, held.place(artifact), False, "", ())
-    others = [FileMirror(other.folder) for other in here] if target else []
-    if not others and not transfers.mirrors:
-        raise _failure(artifact, attempts, settings)
-    with store.only_writer(artifact, settings.lock_timeout):
-        # Whoever had the lock before may have brought it.
-        if holder(artifact, [store], []):
-            return Fetched(store.name, store.place(artifact), False, "", ())
-        with store.receive(artifact) as partial:
-            source = transfers.fill(artifact, partial, attempts, progress, others)
-            if source is None:
-                raise _failure(artifact, attempts, settings)
-            partial.commit()
-    warn_of_wrong_files(attempts, source)
-    trim(store, settings, artifact)
-    return Fetched(store.name, store.place(artifact), True, source, tuple(attempts))
-
-
-def holder(artifact: Artifact, stores: Iterable[FolderStore], attempts: list[Attempt]) -> FolderStore | None:
-    """The first store that has the right bytes. What the others say joins `attempts`."""
-    for store in stores:
-        try:
-            if store.holds(artifact):
-                return store
-            attempts.append(absence(store, artifact))
-        except OSError as error:  # noqa: PERF203  one of few, and the file system is slower
-            attempts.append(Attempt(store.name, str(error), isinstance(error, IntegrityError)))
-    return None
-
-
-def trim(store: FolderStore, settings: Settings, artifact: Artifact) -> None:
-    """Keeps the cache below its limit after `artifact` has joined it."""
-    if isinstance(store, CacheStore) and settings.cache_max_size is not None:
-        for entry in store.prune(max_size=settings.cache_max_size, keep=[artifact.sha256]):
-            logger.info("removed %s (%d bytes) to keep the cache below its limit", entry.path, entry.size)
 
 
 def _share(key: tuple[object, ...], work: Callable[[], Located]) -> Located:
@@ -165,68 +75,3 @@ def _share(key: tuple[object, ...], work: Callable[[], Located]) -> Located:
         return result
     finally:
         del _flights[key]
-
-
-def _download(
-    artifact: Artifact, mirrors: Sequence[Mirror], attempts: list[Attempt], settings: Settings
-) -> Located:
-    cache = CacheStore(settings.cache_dir)
-    transfers = Transfers(mirrors, settings.http_timeout)
-    with cache.only_writer(artifact, settings.lock_timeout):
-        # Whoever had the lock before may have brought it.
-        found = locate(artifact, [cache], [])
-        if found:
-            return found
-        try:
-            data, source = _keep(artifact, cache, transfers, attempts)
-        except StoreWriteError as error:
-            warn_once(f"{error}. Until then, every process downloads again", about=cache.folder)
-            data, source = _hold(artifact, transfers, attempts)
-    if source is None:
-        raise _failure(artifact, attempts, settings)
-    verify(artifact, data, source)
-    warn_of_wrong_files(attempts, source)
-    logger.info("downloaded %s (%d bytes) from %s", artifact.name, artifact.size, source)
-    trim(cache, settings, artifact)
-    return Located(data, "mirror", source, tuple(attempts))
-
-
-def _keep(
-    artifact: Artifact, cache: CacheStore, transfers: Transfers, attempts: list[Attempt]
-) -> tuple[bytes, str | None]:
-    """Downloads into the cache; the bytes as they are in the file, and where they came from."""
-    with cache.receive(artifact) as partial:
-        source = transfers.fill(artifact, partial, attempts)
-        if source is None:
-            return b"", None
-        data = b"".join(partial.chunks())
-        partial.commit()
-        return data, source
-
-
-def _hold(artifact: Artifact, transfers: Transfers, attempts: list[Attempt]) -> tuple[bytes, str | None]:
-    """Downloads into memory."""
-    sink = MemorySink()
-    source = transfers.fill(artifact, sink, attempts)
-    return b"".join(sink.chunks()), source
-
-
-def _failure(artifact: Artifact, attempts: Sequence[Attempt], settings: Settings) -> ArtifactError:
-    """The exception that says who was asked for `artifact`, what they answered, and what to do."""
-    kind: type[ArtifactError]
-    if any(attempt.corrupt for attempt in attempts):
-        kind, remedy = IntegrityError, "Remove or replace the wrong file."
-    elif settings.offline:
-        kind = OfflineError
-        remedy = (
-            f"{OFFLINE} forbids downloads. Unset it, or run `cubin-runtime fetch --row {artifact.name} "
-            f"--dest DIR` where there is a network, copy DIR here and let {ARTIFACT_DIR} name it."
-        )
-    else:
-        kind = DownloadError if settings.mirrors else ArtifactNotFoundError
-        remedy = (
-            f"Let {MIRRORS} list the base URL of a mirror that has it, or {ARTIFACT_DIR} a folder; "
-            f"downloads are kept in the folder that {CACHE_DIR} names."
-        )
-    answers = "".join(f"\n  {attempt.store}: {attempt.answer}" for attempt in attempts)
-    return kind(f"cannot obtain {artifact.name} ({artifact.size} bytes):{answers}\n{remedy}")

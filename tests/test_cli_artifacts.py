@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from http_server import Reply, ScriptedServer, serving
 
-from cubin_runtime import manifest, transfer
+from cubin_runtime import blocklist, manifest, transfer
 from cubin_runtime.cache import CacheStore
 from cubin_runtime.cli.doctor import examine
 from cubin_runtime.manifest import Artifact, Manifest
@@ -395,6 +395,17 @@ def test_verify_signature(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = cli("verify", "x", "--signature", "--json")
     assert (result.code, [each["state"] for each in result.json]) == (4, ["ok", "bad"])
     assert cli("verify", "x").code == 0
+
+
+def test_doctor_reads_the_block_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(blocklist, "default_manifest", manifest.default_manifest)
+    lines = f"{ARTIFACTS['private'].sha256} wrong rows"
+    (finding,) = (f for f in examine({"CUBIN_RUNTIME_BLOCKED": lines}) if f.subject == "block list")
+    assert finding.state == "warn"
+    assert finding.detail.startswith("private: wrong rows")
+    absent = {"CUBIN_RUNTIME_BLOCKLIST": str(tmp_path / "absent")}
+    (finding,) = (f for f in examine(absent) if f.subject == "block list")
+    assert finding.state == "fail"
 
 
 def test_doctor_shows_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

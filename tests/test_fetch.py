@@ -18,11 +18,11 @@ import msgspec
 import pytest
 from http_server import Reply, ScriptedServer, serving
 
-from cubin_runtime import transfer
+from cubin_runtime import explain, transfer
 from cubin_runtime.cache import CacheStore
 from cubin_runtime.errors import ArtifactNotFoundError, DownloadError, IntegrityError, OfflineError
 from cubin_runtime.fetch import obtain
-from cubin_runtime.manifest import Artifact
+from cubin_runtime.manifest import Artifact, default_manifest
 from cubin_runtime.mirrors import Body
 from cubin_runtime.settings import Settings
 
@@ -282,6 +282,20 @@ def test_offline_opens_no_socket(tmp_path: Path) -> None:
     with pytest.raises(OfflineError, match="`cubin-runtime fetch --row k --dest DIR`") as caught:
         obtain(ARTIFACT, settings=settings)
     assert "CUBIN_RUNTIME_OFFLINE" in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_socket")
+def test_offline_explains_and_has_the_bytes_of_what_it_chose(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, "https://mirror.invalid/x", OFFLINE="1")
+    row = explain(arch="sm_90a").require()
+    assert obtain(default_manifest().find(row.name), settings=settings).store == "embedded"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_present_file_needs_no_cache_and_no_mirror_settings() -> None:
+    environ = {"CUBIN_RUNTIME_CACHE_DIR": "a\0b", "CUBIN_RUNTIME_MIRRORS": "nonsense"}
+    row = explain(arch="sm_90a").require()
+    assert obtain(default_manifest().find(row.name), settings=Settings(environ)).store == "embedded"
 
 
 def test_dead_network_serves_cached_files_at_once(tmp_path: Path) -> None:

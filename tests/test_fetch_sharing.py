@@ -18,7 +18,7 @@ import pytest
 import requests  # noqa: F401  imported now, because it may be out of reach after a change of user
 from http_server import Reply, ScriptedServer, serving
 
-from cubin_runtime import fetch, transfer
+from cubin_runtime import download, fetch, transfer
 from cubin_runtime.cache import CacheStore
 from cubin_runtime.errors import DownloadError
 from cubin_runtime.fetch import obtain
@@ -224,7 +224,7 @@ def test_an_interrupt_stays_in_its_thread(monkeypatch: pytest.MonkeyPatch, tmp_p
         leave.wait(20)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fetch, "_download", interrupted)
+    monkeypatch.setattr(download, "download", interrupted)
     settings = make_settings(tmp_path, "http://127.0.0.1:9")
     with ThreadPoolExecutor(2) as pool:
         leader = pool.submit(obtain, ARTIFACT, settings=settings)

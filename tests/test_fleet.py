@@ -40,7 +40,7 @@ ARTIFACTS = [artifact(data, f"k{number}") for number, data in enumerate(CONTENTS
 NURSERY = """
 import hashlib, os, signal, sys, threading
 import requests
-from cubin_runtime import http_mirror, http_session
+from cubin_runtime import download, http_mirror, http_session
 from cubin_runtime.batch import fetch_all
 from cubin_runtime.fetch import obtain
 from cubin_runtime.manifest import Artifact

@@ -55,6 +55,7 @@ def examine(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _environment(environ)
     yield from _settings(settings)
     yield from _kernels(settings)
+    yield from _blocked(settings)
     yield from _cache(settings)
 
 
@@ -213,6 +214,19 @@ def _availability(absent: list[str], total: int, settings: Settings) -> Iterator
     else:
         remedy = f"unset {OFFLINE}" if settings.mirrors else f"set {MIRRORS}"
         yield Finding("warn", "stores", f"{len(absent)} of {total} cubins are not on this machine", remedy)
+
+
+def _blocked(settings: Settings) -> Iterator[Finding]:
+    from cubin_runtime.blocklist import blocked_rows
+    from cubin_runtime.errors import CubinRuntimeError
+
+    try:
+        names = blocked_rows(settings)
+    except CubinRuntimeError as error:
+        yield Finding("fail", "block list", str(error), "no kernel is chosen until it can be read")
+        return
+    for name, reason in names.items():
+        yield Finding("warn", "block list", f"{name}: {reason}")
 
 
 def _cache(settings: Settings) -> Iterator[Finding]:

@@ -123,7 +123,7 @@ def _plain(outcome: Outcome) -> dict[str, object]:
 
 
 def _report_missing(artifacts: Sequence[Artifact], dest: Path | None, as_json: bool) -> None:
-    from cubin_runtime.fetch import holder
+    from cubin_runtime.download import holder
     from cubin_runtime.settings import settings
     from cubin_runtime.store import FolderStore, lookup_order
 

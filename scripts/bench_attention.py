@@ -97,6 +97,7 @@ class Recorder:
 
 def write_table(report: Report, folder: Path) -> None:
     """NAME.json and NAME.md."""
+    folder.mkdir(parents=True, exist_ok=True)
     report.save(folder / f"{report.name}.json")
     (folder / f"{report.name}.md").write_text(markdown(report))
 

@@ -63,7 +63,6 @@ class Recorder:
     def run(self, bench: Bench, workloads: Sequence[Workload], host: bool) -> None:
         """Adds and writes line after line; plots come once, at the end."""
         folder = self._path.parent
-        folder.mkdir(parents=True, exist_ok=True)
         self._update(copy_gbps=bench.copy_gbps())
         try:
             for number, line in enumerate(bench.lines(workloads, host), 1):

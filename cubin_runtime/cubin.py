@@ -18,7 +18,7 @@ import msgspec
 
 from cubin_runtime.errors import CubinFormatError
 from cubin_runtime.request import Architecture
-from kernel_meta.schema import KernelRow
+from kernel_meta.schema import KernelRow, Step
 
 DYNAMIC_SHARED_MEMORY = "fmha_dynamic_shared_memory"
 """Constant by which a cubin states the dynamic shared memory of its one entry, in bytes:
@@ -84,7 +84,7 @@ def inspect(data: bytes) -> Cubin:
         raise CubinFormatError(f"not a cubin, or a damaged one: {error}") from error
 
 
-def check_row(cubin: Cubin, row: KernelRow) -> None:
+def check_row(cubin: Cubin, row: KernelRow | Step) -> None:
     """Raises CubinFormatError, naming both sides, unless the cubin is the kernel that the row describes."""
     if row.resources is None:
         raise CubinFormatError(f"{row.name}: the table holds no resources for it, so it has not been built")

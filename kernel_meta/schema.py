@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
+from typing import ClassVar
 
 import msgspec
 
@@ -119,6 +120,40 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Architecture.parse(self.arch)
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.family):
             raise ValueError(f"family {self.family!r} is not a lower-case identifier")
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A small kernel of ours that a family launches beside its attention kernels; no request selects it."""
+
+    family: str
+    step: str
+    """What it does, such as "lse"; with family and arch it makes the name."""
+    arch: str
+    abi: str
+    """Parameter layout, as for KernelRow."""
+    source: str
+    resources: Resources | None = None
+
+    cluster: ClassVar[tuple[int, int, int]] = (1, 1, 1)
+    pdl: ClassVar[bool] = True
+
+    @property
+    def architecture(self) -> Architecture:
+        """`arch`, parsed."""
+        return Architecture.parse(self.arch)
+
+    @property
+    def name(self) -> str:
+        """The step's unique name, a C identifier."""
+        return f"{self.family}_{self.step}_{self.arch.replace('_', '')}"
+
+    @property
+    def entry_name(self) -> str:
+        """Name of the kernel's entry function in its cubin."""
+        return self.name
+
+    def __post_init__(self) -> None:
+        Architecture.parse(self.arch)
 
 
 _FLAGS = ("fp16softmax", "spcompress", "skipsoftmax")

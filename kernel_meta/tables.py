@@ -2,7 +2,8 @@
 
 A table is `family:`, `defaults:` (columns that most rows share) and `rows:` (the columns that differ). Long
 tables name the columns once, under `columns:`, and have a line of words for each row; `resources.threads` is
-a column of `resources`, and commas join the parts of a list.
+a column of `resources`, and commas join the parts of a list. `steps.yaml` is such a file, too, about the
+small kernels that a family launches beside those.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import functools
 import operator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from cubin_runtime import strict_yaml
 from cubin_runtime.errors import InvalidArgumentError, TableError
-from kernel_meta.schema import KernelRow
+from kernel_meta.schema import KernelRow, Step
 
 TABLES_DIR = Path(__file__).parent
+
+_Row = TypeVar("_Row", KernelRow, Step)
 
 # What selection looks at. Two rows that agree in all of it are indistinguishable to a request.
 SELECTION_COLUMNS = (
@@ -53,6 +56,12 @@ def all_rows() -> tuple[KernelRow, ...]:
     return tuple(row for path in sorted(TABLES_DIR.glob("*/table.yaml")) for row in load_table(path))
 
 
+@functools.cache
+def all_steps() -> tuple[Step, ...]:
+    """The steps of every family in the package, read once."""
+    return tuple(step for path in sorted(TABLES_DIR.glob("*/steps.yaml")) for step in load_steps(path))
+
+
 def find_row(name: str) -> KernelRow:
     """The row called `name`; raises InvalidArgumentError with the closest names."""
     import difflib
@@ -68,9 +77,15 @@ def find_row(name: str) -> KernelRow:
 def load_table(path: Path) -> tuple[KernelRow, ...]:
     """The rows of one table, in file order; raises TableError naming the file and the row."""
     table = read_table(path)
-    rows = tuple(_decode_row(path, table, index) for index in range(len(table.rows)))
+    rows = tuple(_decode(path, table, index, KernelRow) for index in range(len(table.rows)))
     _refuse_ambiguous(path, rows)
     return rows
+
+
+def load_steps(path: Path) -> tuple[Step, ...]:
+    """The steps of one family, in file order; raises TableError naming the file and the row."""
+    table = read_table(path)
+    return tuple(_decode(path, table, index, Step) for index in range(len(table.rows)))
 
 
 def read_table(path: Path) -> Table:
@@ -81,7 +96,7 @@ def read_table(path: Path) -> Table:
         raise TableError(f"{path}: {error}") from None
 
 
-def _decode_row(path: Path, table: Table, index: int) -> KernelRow:
+def _decode(path: Path, table: Table, index: int, kind: type[_Row]) -> _Row:
     written = table.rows[index]
     try:
         own = _columns(written, table.columns) if isinstance(written, str) else written
@@ -89,7 +104,7 @@ def _decode_row(path: Path, table: Table, index: int) -> KernelRow:
         if isinstance(table.defaults.get("resources"), dict) and isinstance(own.get("resources"), dict):
             columns["resources"] = {**table.defaults["resources"], **own["resources"]}
         # Scalars arrive as the text that stands in the file; strict=False turns it into numbers.
-        row = msgspec.convert(columns, KernelRow, strict=False)
+        row = msgspec.convert(columns, kind, strict=False)
     except ValueError as error:  # msgspec's ValidationError is one
         raise TableError(f"{path}: row {index + 1}: {error}") from None
     if row.family != table.family:

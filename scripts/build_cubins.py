@@ -33,15 +33,15 @@ from toolchain import Toolchain, ToolchainError, find_toolchain
 from cubin_runtime.cubin import inspect
 from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.manifest import FILE_NAME, Artifact, Manifest, load_manifest
-from kernel_meta.schema import KernelRow, Resources
-from kernel_meta.tables import load_table
+from kernel_meta.schema import KernelRow, Resources, Step
+from kernel_meta.tables import load_steps, load_table
 
 ROOT = Path(__file__).resolve().parents[1]
+Row = KernelRow | Step
 FLAGS = ("-cubin", "-std=c++20", "-O3", "-Xptxas=-v,-warn-spills", "-I", "kernel_meta")
 
 # Macro <- what the row says. A value of None or zero leaves the macro undefined.
 MACROS: dict[str, Callable[[KernelRow], object]] = {
-    "KERNEL_NAME": lambda row: row.entry_name,
     "DTYPE_Q": lambda row: f"DType::{row.dtype_q}",
     "DTYPE_K": lambda row: f"DType::{row.dtype_k}",
     "DTYPE_V": lambda row: f"DType::{row.dtype_v}",
@@ -75,7 +75,7 @@ _FAILURES = (BuildError, CubinRuntimeError)
 class Built(NamedTuple):
     """A compiled and checked kernel."""
 
-    row: KernelRow
+    row: Row
     data: bytes
     resources: Resources
 
@@ -88,10 +88,12 @@ class Built(NamedTuple):
 # ---- one kernel ----
 
 
-def flags(row: KernelRow) -> list[str]:
+def flags(row: Row) -> list[str]:
     """nvcc's arguments for a row, without input and output."""
     target = str(row.architecture).removeprefix("sm_")
-    macros = {name: value(row) for name, value in MACROS.items()}
+    macros: dict[str, object] = {"KERNEL_NAME": row.entry_name}
+    if isinstance(row, KernelRow):
+        macros |= {name: value(row) for name, value in MACROS.items()}
     return [
         *FLAGS,
         f"-gencode=arch=compute_{target},code=sm_{target}",
@@ -99,12 +101,12 @@ def flags(row: KernelRow) -> list[str]:
     ]
 
 
-def source(row: KernelRow) -> str:
+def source(row: Row) -> str:
     """The row's source file relative to the repository: absolute paths would leak into the bytes."""
     return f"kernel_meta/{row.family}/{row.source}"
 
 
-def input_digest(row: KernelRow, toolchain: Toolchain, root: Path = ROOT) -> str:
+def input_digest(row: Row, toolchain: Toolchain, root: Path = ROOT) -> str:
     """Digest of all that the cubin depends on: sources, flags, compiler version."""
     folders = (root / "kernel_meta" / row.family, root / "kernel_meta" / "common")
     files = sorted(
@@ -119,7 +121,7 @@ def input_digest(row: KernelRow, toolchain: Toolchain, root: Path = ROOT) -> str
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
-def build(row: KernelRow, toolchain: Toolchain, folder: Path, root: Path = ROOT) -> Built:
+def build(row: Row, toolchain: Toolchain, folder: Path, root: Path = ROOT) -> Built:
     """Compiles and checks one row, or takes it from `folder` where the same inputs were built before.
 
     Leaves <name>.cubin, <name>.log (what ptxas said) and <name>.inputs in `folder`.
@@ -142,7 +144,7 @@ def _is_current(cubin: Path, record: Path, inputs: str) -> bool:
     return cubin.is_file() and record.is_file() and record.read_text() == f"{inputs} {_sha256(cubin)}"
 
 
-def compile_cubin(row: KernelRow, toolchain: Toolchain, output: Path, root: Path = ROOT) -> str:
+def compile_cubin(row: Row, toolchain: Toolchain, output: Path, root: Path = ROOT) -> str:
     """Runs nvcc and returns what it printed; raises BuildError with it when it fails."""
     command = [str(toolchain.nvcc), *flags(row), "-o", str(output), source(row)]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -166,7 +168,7 @@ def _sass_findings(cubin: Path, toolchain: Toolchain) -> list[str]:
     return check(disassemble(cubin, toolchain.nvdisasm)) if toolchain.nvdisasm else []
 
 
-def read_resources(data: bytes, row: KernelRow) -> Resources:
+def read_resources(data: bytes, row: Row) -> Resources:
     """The facts that the row has to state, from the cubin; raises BuildError if it is another kernel's."""
     cubin = inspect(data)
     if cubin.arch != row.architecture or list(cubin.kernels) != [row.entry_name]:
@@ -199,12 +201,16 @@ def write_resources(path: Path, resources: dict[str, Resources]) -> None:
     """Puts `resources` (by row name) into the rows of a table; all other text stays as it stands."""
     text = path.read_text()
     edited = text
-    for row, node in reversed(list(zip(load_table(path), _row_nodes(text), strict=True))):
+    for row, node in reversed(list(zip(_load(path), _row_nodes(text), strict=True))):
         if row.name in resources:
             start, end = node.start_mark.index, node.end_mark.index
             edited = edited[:start] + _with_resources(node, text, resources[row.name]) + edited[end:]
     if edited != text:
         path.write_text(edited)
+
+
+def _load(path: Path) -> tuple[KernelRow, ...] | tuple[Step, ...]:
+    return load_table(path) if path.name == "table.yaml" else load_steps(path)
 
 
 def _row_nodes(text: str) -> list[yaml.MappingNode]:
@@ -231,14 +237,21 @@ def install(built: Iterable[Built], root: Path = ROOT) -> None:
     artifacts = dict(_manifest(root).artifacts)
     for family, kernels in by_family.items():
         folder = root / "kernel_meta" / family
-        write_resources(folder / "table.yaml", {k.row.name: k.resources for k in kernels})
-        names = {row.name for row in load_table(folder / "table.yaml")}
+        names = set()
+        for path in _tables(folder):
+            write_resources(path, {k.row.name: k.resources for k in kernels})
+            names |= {row.name for row in _load(path)}
         artifacts = {n: a for n, a in artifacts.items() if a.set_name != family or n in names}
         artifacts |= {k.row.name: _artifact(k, root) for k in kernels}
         for kernel in kernels:
             _write(folder / "cubins" / artifacts[kernel.row.name].key, kernel.data)
         _prune(folder / "cubins", {a.key for a in artifacts.values() if a.set_name == family})
     (root / FILE_NAME).write_text(Manifest(artifacts=artifacts).to_yaml())
+
+
+def _tables(folder: Path) -> list[Path]:
+    """The files of a family that name kernels."""
+    return [path for name in ("table.yaml", "steps.yaml") if (path := folder / name).exists()]
 
 
 def _manifest(root: Path) -> Manifest:
@@ -295,18 +308,19 @@ def differences(built: Iterable[Built], manifest: Manifest) -> list[str]:
 # ---- command line ----
 
 
-def source_rows(pattern: str = "*", root: Path = ROOT) -> list[KernelRow]:
+def source_rows(pattern: str = "*", root: Path = ROOT) -> list[Row]:
     """Rows that are built from source here and whose names match the glob."""
     return [
         row
-        for path in sorted((root / "kernel_meta").glob("*/table.yaml"))
-        for row in load_table(path)
+        for folder in sorted((root / "kernel_meta").iterdir())
+        for path in _tables(folder)
+        for row in _load(path)
         if row.source and row.source.endswith(".cu") and fnmatch.fnmatchcase(row.name, pattern)
     ]
 
 
 def build_all(
-    rows: list[KernelRow], toolchain: Toolchain, folder: Path, jobs: int, root: Path = ROOT
+    rows: list[Row], toolchain: Toolchain, folder: Path, jobs: int, root: Path = ROOT
 ) -> list[Built]:
     """Builds rows in parallel; raises BuildError with every failure, after all have been tried."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -338,14 +352,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def _build(rows: list[KernelRow], options: argparse.Namespace) -> int:
+def _build(rows: list[Row], options: argparse.Namespace) -> int:
     folder = options.keep or ROOT / "build" / "cubins"
     install(build_all(rows, find_toolchain(), folder, options.jobs))
     print(f"kernels up to date: {len(rows)}", file=sys.stderr)
     return 0
 
 
-def _check(rows: list[KernelRow], options: argparse.Namespace) -> int:
+def _check(rows: list[Row], options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)
         for record in folder.glob("*.inputs"):

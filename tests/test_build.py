@@ -16,8 +16,8 @@ from toolchain import Toolchain, ToolchainError
 
 from cubin_runtime.manifest import Artifact, Manifest, load_manifest
 from cubin_runtime.request import DType, MaskType
-from kernel_meta.schema import KernelRow
-from kernel_meta.tables import all_rows, load_table
+from kernel_meta.schema import KernelRow, Step
+from kernel_meta.tables import all_rows, all_steps, load_table
 from tests.rows import RESOURCES, make_row
 
 TABLE = """\
@@ -333,10 +333,10 @@ def test_a_glob_that_matches_nothing_is_a_usage_error(capsys: pytest.CaptureFixt
 # ---- what is committed ----
 
 
-def committed() -> list[tuple[KernelRow, Path, Artifact]]:
-    """Every row that claims to be built, with its file in the embedded store."""
+def committed() -> list[tuple[KernelRow | Step, Path, Artifact]]:
+    """Every row and step that claims to be built, with its file in the embedded store."""
     manifest = load_manifest(ROOT / "cubins_manifest.yaml")
-    rows = [row for row in all_rows() if row.source and row.resources]
+    rows = [row for row in (*all_rows(), *all_steps()) if row.source and row.resources]
     artifacts = [manifest.find(row.name) for row in rows]
     return [
         (row, ROOT / "kernel_meta" / row.family / "cubins" / artifact.key, artifact)

@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from cubin_runtime.manifest import Artifact
+    from kernel_meta.schema import KernelRow, Step
 
 Arch = Annotated[
     list[str] | None, typer.Option("--arch", help="Cubins that run on this device, such as sm_90a or 10.3.")
@@ -53,7 +54,8 @@ def _families() -> dict[str, str]:
 def _names_for(archs: list[str]) -> set[str]:
     """Names of the kernels that run on one of these devices. A cubin without a row has no known target."""
     from cubin_runtime.request import Architecture
-    from kernel_meta.tables import all_rows
+    from kernel_meta.tables import all_rows, all_steps
 
     capabilities = [Architecture.parse(text).capability for text in archs]
-    return {row.name for row in all_rows() if any(map(row.architecture.runs_on, capabilities))}
+    kernels: list[KernelRow | Step] = [*all_rows(), *all_steps()]
+    return {kernel.name for kernel in kernels if any(map(kernel.architecture.runs_on, capabilities))}

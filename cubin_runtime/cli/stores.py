@@ -9,7 +9,7 @@ from cubin_runtime.errors import CubinFormatError, IntegrityError
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import Settings, settings
 from cubin_runtime.store import lookup_order
-from kernel_meta.schema import KernelRow
+from kernel_meta.schema import KernelRow, Step
 
 
 class Copy(NamedTuple):
@@ -22,7 +22,7 @@ class Copy(NamedTuple):
     data: bytes = b""
 
 
-def copies(artifact: Artifact, row: KernelRow | None, settings: Settings = settings) -> list[Copy]:
+def copies(artifact: Artifact, row: KernelRow | Step | None, settings: Settings = settings) -> list[Copy]:
     """The state of `artifact` in each store, in the order in which a call asks them.
 
     row    what the cubin has to say of itself; None = nothing is known, only its bytes are checked

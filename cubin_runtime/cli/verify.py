@@ -12,6 +12,7 @@ from cubin_runtime.cli.output import Json, note, print_json, print_table
 
 if TYPE_CHECKING:
     from cubin_runtime.cli.stores import Copy
+    from kernel_meta.schema import KernelRow, Step
 
 INTEGRITY = 4
 
@@ -32,9 +33,10 @@ def verify(
 
     from cubin_runtime.cli.stores import Copy, copies
     from cubin_runtime.manifest import default_manifest
-    from kernel_meta.tables import all_rows
+    from kernel_meta.tables import all_rows, all_steps
 
-    rows = {row.name: row for row in all_rows()}
+    rows: dict[str, KernelRow | Step] = {row.name: row for row in all_rows()}
+    rows |= {step.name: step for step in all_steps()}
     families = {row.family for row in rows.values()}
     results: list[tuple[str, Copy]] = list(_signatures(key)) if signature or key else []
     for name, artifact in default_manifest().artifacts.items():

@@ -8,10 +8,13 @@ import os
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from update_readme import output_of, sessions
 
 from cubin_runtime import errors, settings
+from cubin_runtime.request import Capability, DType
+from kernel_meta.schema import KernelRow
 from kernel_meta.tables import all_rows
 
 ROOT = Path(__file__).parents[1]
@@ -58,22 +61,65 @@ def has_module(family: str) -> bool:
     return importlib.util.find_spec(f"cubin_runtime.families.{family}") is not None
 
 
-def test_the_support_table_is_the_kernel_table() -> None:
+def launchable(family: str) -> list[KernelRow]:
+    return [row for row in all_rows() if row.family == family and row.resources and has_module(family)]
+
+
+def head_dims(row: KernelRow) -> str:
+    return f"({row.head_dim_qk}, {row.head_dim_v})"
+
+
+def test_no_family_is_left_out() -> None:
+    assert {row.family for row in all_rows() if has_module(row.family)} == {"fmha_sm90", "fmha_trtllm_gen"}
+
+
+def test_the_support_table_of_hopper_is_the_kernel_table() -> None:
     claimed = {
-        (dtype, head_dims, mask)
+        (dtype, size, mask)
         for dtype, dims, masks in table("query, key, value and out")
-        for head_dims in re.findall(r"\(.*?\)", dims)
+        for size in re.findall(r"\(.*?\)", dims)
         for mask in masks.split(", ")
     }
-    launchable = [row for row in all_rows() if row.resources and has_module(row.family)]
-    built = {
-        (str(row.dtype_q), f"({row.head_dim_qk}, {row.head_dim_v})", str(row.mask_type)) for row in launchable
-    }
-    assert claimed == built
-    for row in launchable:
+    rows = launchable("fmha_sm90")
+    assert claimed == {(str(row.dtype_q), head_dims(row), str(row.mask_type)) for row in rows}
+    for row in rows:
         assert row.dtype_q == row.dtype_k == row.dtype_v == row.dtype_o
         assert (row.family, row.arch) == ("fmha_sm90", "sm_90a")
         assert not any((row.fp16_softmax, row.uses_spcompress, row.skips_softmax, *row.sage_blocks))
+
+
+def test_the_support_table_of_blackwell_is_the_kernel_table() -> None:
+    claimed = {
+        (query, value, out, size, mask, block)
+        for query, value, outs, dims, masks, blocks in table("query and key")
+        for out in outs.split(", ")
+        for size in re.findall(r"\(.*?\)", dims)
+        for mask in masks.split(", ")
+        for block in blocks.split(", ")
+    }
+    rows = [row for row in launchable("fmha_trtllm_gen") if row.dtype_o in (DType.BF16, DType.FP16)]
+    assert claimed == {
+        (
+            str(row.dtype_q),
+            str(row.dtype_v),
+            str(row.dtype_o),
+            head_dims(row),
+            str(row.mask_type),
+            str(row.sage_blocks[1]) if row.sage_blocks[1] else "none",
+        )
+        for row in rows
+    }
+    assert not any(row.fp16_softmax or row.uses_spcompress for row in rows)
+    assert {row.sage_blocks[0] for row in rows} == {0, 1}
+    by_capability = {minor: {r.dtype_q for r in rows if runs_on(r, minor)} for minor in (0, 3)}
+    assert by_capability[0] - by_capability[3] == {DType.INT8}
+    plain = {row.name for row in rows if not row.skips_softmax}
+    skipping = [row for row in rows if row.skips_softmax]
+    assert {msgspec.structs.replace(row, skips_softmax=False).name for row in skipping} == plain
+
+
+def runs_on(row: KernelRow, minor: int) -> bool:
+    return row.architecture.runs_on(Capability(10, minor))
 
 
 def test_settings_exist() -> None:

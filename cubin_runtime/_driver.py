@@ -250,7 +250,24 @@ def kernel_attribute(kernel: int, device: int, name: str) -> int:
     return int(_call("cuKernelGetAttribute", attribute, cuda.CUkernel(kernel), device, doing=doing))
 
 
+# ---- memory ----
+
+
+def set_memory(address: int, value: int, size: int, stream: int, doing: str) -> None:
+    """Fills `size` bytes of the current context's device with a byte, when the stream gets there."""
+    _call("cuMemsetD8Async", address, value, size, stream, doing=doing)
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether what is put into the stream is recorded in a graph instead of run."""
+    status = _call("cuStreamIsCapturing", stream, doing="asking whether a stream is being captured")
+    return bool(status != _bindings().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
 # ---- launch ----
+
+Attributes = Sequence[tuple[str, "int | tuple[int, int, int]"]]
+"""Launch attributes in order: the end of the driver's name, and the value."""
 
 
 class Launcher:
@@ -259,8 +276,7 @@ class Launcher:
     kernel          handle from `get_kernel`
     threads         per block
     shared_memory   dynamic, per block, bytes
-    cluster         blocks per cluster along x, y, z
-    pdl             whether the kernel may start before its predecessor in the stream has finished
+    attributes      see `Attributes`
     offsets         where in the parameter area each parameter starts
     parameter_bytes size of the parameter area
     """
@@ -283,8 +299,7 @@ class Launcher:
         *,
         threads: int,
         shared_memory: int,
-        cluster: tuple[int, int, int],
-        pdl: bool,
+        attributes: Attributes,
         offsets: Sequence[int],
         parameter_bytes: int,
     ) -> None:
@@ -294,7 +309,7 @@ class Launcher:
         self._config = cuda.CUlaunchConfig()
         self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = threads, 1, 1
         self._config.sharedMemBytes = shared_memory
-        self._config.attrs = _launch_attributes(cuda, cluster, pdl)
+        self._config.attrs = [_launch_attribute(cuda, name, value) for name, value in attributes]
         self._config.numAttrs = len(self._config.attrs)
         self._grid = (0, 0, 0)
         self._stream = 0
@@ -316,20 +331,17 @@ class Launcher:
         return self._launch(self._config, self._function, self._arguments, 0)[0]
 
 
-def _launch_attributes(cuda: ModuleType, cluster: tuple[int, int, int], pdl: bool) -> list[Any]:
-    attributes = []
-    if cluster != (1, 1, 1):
-        attribute = cuda.CUlaunchAttribute()
-        attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+def _launch_attribute(cuda: ModuleType, name: str, value: int | tuple[int, int, int]) -> Any:
+    attribute = cuda.CUlaunchAttribute()
+    attribute.id = getattr(cuda.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    if isinstance(value, tuple):
         dimensions = attribute.value.clusterDim
-        dimensions.x, dimensions.y, dimensions.z = cluster
-        attributes.append(attribute)
-    if pdl:
-        attribute = cuda.CUlaunchAttribute()
-        attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(attribute)
-    return attributes
+        dimensions.x, dimensions.y, dimensions.z = value
+    elif name == "CLUSTER_SCHEDULING_POLICY_PREFERENCE":
+        attribute.value.clusterSchedulingPolicyPreference = cuda.CUclusterSchedulingPolicy(value)
+    else:
+        attribute.value.programmaticStreamSerializationAllowed = value
+    return attribute
 
 
 # ---- tensor maps ----

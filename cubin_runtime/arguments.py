@@ -6,6 +6,7 @@ argument, what was given and what was expected.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import operator
 from typing import NoReturn
@@ -107,7 +108,12 @@ def mask_type(is_causal: bool, window_left: int, max_kv_len: int) -> MaskType:
     """The mask that a kernel needs: a window that covers the longest row is no window."""
     if not is_causal:
         return MaskType.DENSE
-    return MaskType.SLIDING if 0 <= window_left < max_kv_len - 1 else MaskType.CAUSAL
+    return MaskType.SLIDING if window_left != -1 and window_left < max_kv_len - 1 else MaskType.CAUSAL
+
+
+def skips_softmax(factor: float | None) -> bool:
+    """Whether the factor, as the float32 that a kernel gets, turns skipping on."""
+    return factor is not None and ctypes.c_float(factor).value != 0
 
 
 # ---- query, key, value

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 
 from cubin_runtime import arguments as checks
-from cubin_runtime import torch_ops
+from cubin_runtime import empty_rows, torch_ops
 from cubin_runtime.arguments import DTYPES, Call
 from cubin_runtime.families import Arguments, PreparedCall, Problem, TensorLayout, family
 from cubin_runtime.module import device_info, load, on_unload
 from cubin_runtime.reference import ragged_attention_reference
-from cubin_runtime.request import KernelRequest, MaskType
+from cubin_runtime.request import SAGE_OFF, KernelRequest
 from cubin_runtime.selection import few_rows, select
 from cubin_runtime.settings import logger, settings
 from cubin_runtime.torch_ops import Result
+from cubin_runtime.workspace import zero_once
 from kernel_meta.schema import KernelRow
 
 if settings.log_level != logging.NOTSET:
@@ -34,6 +35,7 @@ if settings.log_level != logging.NOTSET:
 _PDL_CAPABILITY = (9, 0)
 _MAX_PREPARED = 512
 _NUMBER = (float, int)
+_NO_SCALES = (0, 0, 0, 0)
 _read_by_dynamo = torch.compiler.is_dynamo_compiling
 
 _prepared: dict[Hashable, PreparedCall] = {}
@@ -216,6 +218,8 @@ def _run(call: Call, prepared: PreparedCall) -> Result:
     out = _new_out(call) if call.out is None else call.out
     lse = _new_lse(call) if call.lse is None and call.return_lse else call.lse
     if prepared.problem.query.shape[0]:
+        if not prepared.handles_empty_rows and _leaves_out_rows(call, out, lse):
+            return (out, cast(Tensor, lse)) if call.return_lse else out
         sinks = call.attention_sinks
         addresses = Arguments(
             call.query.data_ptr(),
@@ -229,13 +233,36 @@ def _run(call: Call, prepared: PreparedCall) -> Result:
             0 if sinks is None else sinks.data_ptr(),
             *_scale(call.bmm1_scale),
             *_scale(call.bmm2_scale),
+            call.o_sf_scale,
+            call.seq_lens.data_ptr(),
+            _NO_SCALES if prepared.problem.request.sage_blocks == SAGE_OFF else _sage(call.sage_attn_sfs),
         )
         if logger.isEnabledFor(logging.DEBUG):
             _log_launch(call, prepared)
         device = prepared.kernel.device
         pdl = device.capability >= _PDL_CAPABILITY if call.enable_pdl is None else call.enable_pdl
-        prepared(addresses, _current_stream(device.ordinal), pdl)
+        stream = _current_stream(device.ordinal)
+        if prepared.zeroed_bytes:
+            owner = call.workspace_buffer.untyped_storage()
+            zero_once(owner, addresses.workspace, prepared.zeroed_bytes, prepared.kernel.context, stream)
+        prepared(addresses, stream, pdl)
     return (out, cast(Tensor, lse)) if call.return_lse else out
+
+
+def _leaves_out_rows(call: Call, out: Tensor, lse: Tensor | None) -> bool:
+    """Whether the call has rows that the kernel cannot handle; then it is computed around them here."""
+    whole = msgspec.structs.replace(call, out=out, lse=lse)
+    lengths = empty_rows.known_lengths(call)
+    parts = None if lengths is None else empty_rows.split(lengths, call.is_causal)
+    if parts is not None and not parts.is_whole:
+        empty_rows.attend(
+            whole, parts, lambda smaller: trtllm_ragged_attention_deepseek(*msgspec.structs.astuple(smaller))
+        )
+        return True
+    if call.key.shape[0]:
+        return False
+    empty_rows.fill(whole)
+    return True
 
 
 def _new_out(call: Call) -> Tensor:
@@ -250,6 +277,11 @@ def _new_lse(call: Call) -> Tensor:
 
 def _scale(scale: float | Tensor) -> tuple[float, int]:
     return (scale, 0) if isinstance(scale, _NUMBER) else (0.0, scale.data_ptr())
+
+
+def _sage(scales: tuple[Tensor | None, ...]) -> tuple[int, int, int, int]:
+    q, k, p, v = (0 if scale is None else scale.data_ptr() for scale in scales)
+    return q, k, p, v
 
 
 def _raw_stream_function() -> Callable[[int], int]:
@@ -319,7 +351,7 @@ def _request(call: Call) -> KernelRequest:
         mask_type=checks.mask_type(call.is_causal, call.window_left, call.max_kv_len),
         use_fp16_softmax=bool(call.use_fp16_softmax),
         uses_spcompress=bool(call.uses_spcompress),
-        skips_softmax=bool(call.skip_softmax_threshold_scale_factor),
+        skips_softmax=checks.skips_softmax(call.skip_softmax_threshold_scale_factor),
         sage_blocks=blocks,
         batch_size=call.batch_size,
         max_q_len=call.max_q_len,
@@ -346,7 +378,9 @@ def _problem(call: Call, request: KernelRequest) -> Problem:
         batch_size=call.batch_size,
         max_q_len=call.max_q_len,
         max_kv_len=call.max_kv_len,
-        window_left=call.window_left if request.mask_type is MaskType.SLIDING else -1,
+        window_left=call.window_left,
+        skip_softmax_factor=call.skip_softmax_threshold_scale_factor or 0.0,
+        bmm1_scale_on_device=isinstance(call.bmm1_scale, Tensor),
     )
 
 

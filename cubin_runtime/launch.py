@@ -10,16 +10,21 @@ import msgspec
 
 from cubin_runtime import _driver
 from cubin_runtime.errors import InvalidArgumentError
-from cubin_runtime.module import LoadedKernel
+from cubin_runtime.module import Loaded
 
 Buffer = bytes | bytearray | memoryview
 
 
 class LaunchPlan(msgspec.Struct, frozen=True):
-    """What stays the same when a call is repeated: the kernel, and its grid in blocks along x, y, z."""
+    """What stays the same when a call is repeated.
 
-    kernel: LoadedKernel
+    grid            blocks along x, y, z
+    states_defaults states cluster, scheduling policy and dependence where they are the driver's defaults, too
+    """
+
+    kernel: Loaded
     grid: tuple[int, int, int]
+    states_defaults: bool = False
 
 
 def launch(plan: LaunchPlan, parameters: Buffer, stream: int, pdl: bool = False) -> None:
@@ -37,7 +42,7 @@ def launch(plan: LaunchPlan, parameters: Buffer, stream: int, pdl: bool = False)
     pdl = pdl and kernel.row.pdl
     launcher = kernel.launchers.dependent if pdl else kernel.launchers.plain
     if launcher is None:
-        launcher = _prepare(kernel, pdl)
+        launcher = _prepare(plan, pdl)
     try:
         launcher.area[:] = parameters
     except ValueError:
@@ -53,13 +58,13 @@ def launch(plan: LaunchPlan, parameters: Buffer, stream: int, pdl: bool = False)
         raise _driver.failure("cuLaunchKernelEx", code, _describe(plan, stream, pdl))
 
 
-def _prepare(kernel: LoadedKernel, pdl: bool) -> _driver.Launcher:
+def _prepare(plan: LaunchPlan, pdl: bool) -> _driver.Launcher:
+    kernel = plan.kernel
     launcher = _driver.Launcher(
         kernel.handle,
         threads=kernel.resources.threads,
         shared_memory=kernel.resources.shared_memory,
-        cluster=kernel.row.cluster,
-        pdl=pdl,
+        attributes=_attributes(plan, pdl),
         offsets=[parameter.offset for parameter in kernel.facts.parameters],
         parameter_bytes=kernel.facts.parameter_bytes,
     )
@@ -68,6 +73,17 @@ def _prepare(kernel: LoadedKernel, pdl: bool) -> _driver.Launcher:
     else:
         kernel.launchers.plain = launcher
     return launcher
+
+
+def _attributes(plan: LaunchPlan, pdl: bool) -> _driver.Attributes:
+    attributes: list[tuple[str, int | tuple[int, int, int]]] = []
+    if plan.states_defaults or plan.kernel.row.cluster != (1, 1, 1):
+        attributes.append(("CLUSTER_DIMENSION", plan.kernel.row.cluster))
+    if plan.states_defaults:
+        attributes.append(("CLUSTER_SCHEDULING_POLICY_PREFERENCE", 0))
+    if plan.states_defaults or pdl:
+        attributes.append(("PROGRAMMATIC_STREAM_SERIALIZATION", int(pdl)))
+    return attributes
 
 
 def _describe(plan: LaunchPlan, stream: int, pdl: bool) -> str:

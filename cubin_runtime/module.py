@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -20,7 +21,10 @@ from cubin_runtime.errors import UnsupportedError
 from cubin_runtime.fetch import obtain
 from cubin_runtime.manifest import Artifact, default_manifest
 from cubin_runtime.request import Capability
-from kernel_meta.schema import KernelRow, Resources
+from kernel_meta.schema import KernelRow, Resources, Step
+
+# From this much shared memory per block on, a kernel has to be allowed to have it, bytes.
+_OPT_IN_SHARED_MEMORY = 48 * 1024
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
@@ -48,7 +52,7 @@ class Launchers(threading.local):
     dependent: _driver.Launcher | None = None
 
 
-class LoadedKernel(msgspec.Struct, frozen=True, eq=False):
+class Loaded(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """A kernel ready to launch on one device; compared by identity, since there is one per row and device.
 
     handle     CUkernel
@@ -56,7 +60,7 @@ class LoadedKernel(msgspec.Struct, frozen=True, eq=False):
     store      which store had the bytes
     """
 
-    row: KernelRow
+    row: KernelRow | Step
     resources: Resources
     artifact: Artifact
     store: str
@@ -65,6 +69,12 @@ class LoadedKernel(msgspec.Struct, frozen=True, eq=False):
     handle: int
     context: int
     launchers: Launchers = msgspec.field(default_factory=Launchers)
+
+
+class LoadedKernel(Loaded, frozen=True, eq=False, kw_only=True):
+    """An attention kernel ready to launch."""
+
+    row: KernelRow
 
 
 @functools.cache
@@ -84,12 +94,12 @@ class _Modules:
     """What has been loaded. Different cubins load side by side; one cubin is loaded by one thread."""
 
     def __init__(self) -> None:
-        self.kernels: dict[tuple[KernelRow, int], LoadedKernel] = {}
+        self.kernels: dict[tuple[KernelRow | Step, int], Loaded] = {}
         self.libraries: dict[str, _Library] = {}
         self._shared_memory: dict[tuple[int, int], int] = {}
         self._locks: dict[str, threading.Lock] = {}
 
-    def load(self, row: KernelRow, ordinal: int, folder: str | Path | None) -> LoadedKernel:
+    def load(self, row: KernelRow | Step, ordinal: int, folder: str | Path | None) -> Loaded:
         device = device_info(ordinal)
         _check_device(row, device)
         artifact = default_manifest().find(row.name)
@@ -106,12 +116,13 @@ class _Modules:
             return kernel
 
     def _prepare(
-        self, row: KernelRow, artifact: Artifact, library: _Library, device: DeviceInfo
-    ) -> LoadedKernel:
+        self, row: KernelRow | Step, artifact: Artifact, library: _Library, device: DeviceInfo
+    ) -> Loaded:
         handle = _driver.get_kernel(library.handle, row.entry_name)
         assert row.resources is not None  # check_row refuses such a row
-        self._allow_shared_memory(row.name, handle, device, row.resources.shared_memory)
-        return LoadedKernel(
+        self._allow_shared_memory(row.name, handle, device, row.resources)
+        kind: type[Loaded] = LoadedKernel if isinstance(row, KernelRow) else Loaded
+        return kind(
             row=row,
             resources=row.resources,
             artifact=artifact,
@@ -122,10 +133,12 @@ class _Modules:
             context=_driver.retain_primary_context(_driver.device(device.ordinal)),
         )
 
-    def _allow_shared_memory(self, name: str, handle: int, device: DeviceInfo, size: int) -> None:
+    def _allow_shared_memory(self, name: str, handle: int, device: DeviceInfo, needs: Resources) -> None:
         """Raises the entry's limit on the device, before its first launch there; never lowers it."""
         key = (handle, device.ordinal)
-        if size <= self._shared_memory.get(key, 0):
+        size = needs.shared_memory
+        opts_in = size + needs.static_shared_memory >= _OPT_IN_SHARED_MEMORY
+        if not opts_in or size <= self._shared_memory.get(key, 0):
             return
         doing = (
             f"allowing {name} {size} bytes of dynamic shared memory on device {device.ordinal}, "
@@ -152,7 +165,14 @@ def load(row: KernelRow, device: int, *, folder: str | Path | None = None) -> Lo
     the row describes, DriverError otherwise.
     """
     _driver.refuse_after_fork()
-    return _modules.kernels.get((row, device)) or _modules.load(row, device, folder)
+    loaded = _modules.kernels.get((row, device)) or _modules.load(row, device, folder)
+    return cast(LoadedKernel, loaded)
+
+
+def load_step(step: Step, device: int) -> Loaded:
+    """The step's kernel, ready on the device with that ordinal; like `load`."""
+    _driver.refuse_after_fork()
+    return _modules.kernels.get((step, device)) or _modules.load(step, device, None)
 
 
 def unload_all() -> None:
@@ -183,7 +203,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _check_device(row: KernelRow, device: DeviceInfo) -> None:
+def _check_device(row: KernelRow | Step, device: DeviceInfo) -> None:
     if not row.architecture.runs_on(device.capability):
         raise UnsupportedError(
             f"{row.name} is built for {row.architecture}, and device {device.ordinal} ({device.name}) has "
@@ -191,7 +211,7 @@ def _check_device(row: KernelRow, device: DeviceInfo) -> None:
         )
 
 
-def _load_library(row: KernelRow, artifact: Artifact, folder: str | Path | None) -> _Library:
+def _load_library(row: KernelRow | Step, artifact: Artifact, folder: str | Path | None) -> _Library:
     refuse_blocked(artifact)
     located = obtain(artifact, folder=folder)
     cubin = inspect(located.data)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import msgspec
 
+from cubin_runtime import _driver
 from cubin_runtime.errors import InvalidArgumentError
 
 ALIGNMENT = 16
@@ -40,3 +43,23 @@ class WorkspaceLayout(msgspec.Struct, frozen=True):
                 f"workspace_buffer has {available} bytes; this call needs {self.size} "
                 "(cubin_runtime.workspace_size tells in advance)"
             )
+
+
+_zeroed: weakref.WeakKeyDictionary[object, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
+
+
+def zero_once(owner: object, address: int, size: int, context: int, stream: int) -> None:
+    """Zeroes memory before it is used for the first time, in the order of the stream; waits for nothing.
+
+    owner   what frees the memory when it goes: other memory may lie at the same address then
+
+    In a stream that is being captured every call records it: nobody knows whether, or when, the graph runs.
+    """
+    areas = _zeroed.setdefault(owner, set())
+    if (address, size) in areas:
+        return
+    with _driver.entered(context):
+        is_recorded = _driver.is_capturing(stream)
+        _driver.set_memory(address, 0, size, stream, f"zeroing {size} bytes of workspace_buffer")
+    if not is_recorded:
+        areas.add((address, size))

@@ -42,13 +42,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     max_q_len: int
     max_kv_len: int
     window_left: int
-    """Keys left of the diagonal that a row sees; -1 = all of them."""
+    """As in the call: keys left of the diagonal that a row of a sliding mask sees; -1 = all of them."""
+    skip_softmax_factor: float = 0.0
+    """0 = off."""
+    bmm1_scale_on_device: bool = True
+    """Whether bmm1_scale is read on the device; it can be where that is not known."""
 
 
 class Arguments(msgspec.Struct, frozen=True):
     """What differs between repeated calls. Addresses are device addresses, 0 = not given.
 
-    A scale is a float, or the address of a float32 on the device with the float ignored.
+    A scale is a float, or the address of a float32 on the device with the float ignored. `sage_scales` are
+    those of q, k, p and v.
     """
 
     query: int
@@ -64,13 +69,22 @@ class Arguments(msgspec.Struct, frozen=True):
     bmm1_scale_pointer: int
     bmm2_scale: float
     bmm2_scale_pointer: int
+    o_sf_scale: float
+    seq_lens: int
+    sage_scales: tuple[int, int, int, int]
 
 
 class PreparedCall(Protocol):
-    """A kernel ready for calls of one problem. Safe to call from several threads."""
+    """A kernel ready for calls of one problem. Safe to call from several threads.
+
+    handles_empty_rows  whether rows that see no key get their result, too; else they must be left out
+    zeroed_bytes        how much of the workspace must be zero before its first use, from its start on
+    """
 
     problem: Problem
     kernel: LoadedKernel
+    handles_empty_rows: bool
+    zeroed_bytes: int
 
     def __call__(self, arguments: Arguments, stream: int, pdl: bool) -> None:
         """Packs the parameters and launches into `stream`."""

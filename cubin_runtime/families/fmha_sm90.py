@@ -15,6 +15,7 @@ from cubin_runtime.errors import InvalidArgumentError, TableError
 from cubin_runtime.families import Arguments, Problem, TensorLayout
 from cubin_runtime.launch import LaunchPlan, launch
 from cubin_runtime.module import LoadedKernel
+from cubin_runtime.request import MaskType
 from cubin_runtime.tensormap import TiledMap
 from cubin_runtime.workspace import WorkspaceLayout
 from kernel_meta.schema import KernelRow, Scheduler
@@ -92,6 +93,9 @@ def grid(problem: Problem, row: KernelRow, sm_count: int) -> tuple[int, int, int
 class FmhaSm90Call:
     """Calls of one problem: grid, tensor maps by address, and the constant parameters."""
 
+    handles_empty_rows = True
+    zeroed_bytes = 0
+
     def __init__(self, problem: Problem, kernel: LoadedKernel) -> None:
         if kernel.row.abi != ABI:
             raise TableError(f"{kernel.row.name} has parameter layout {kernel.row.abi}; expected {ABI}")
@@ -127,7 +131,7 @@ class FmhaSm90Call:
             total_kv,
             num_heads_q,
             num_heads_q // num_heads_kv,
-            problem.window_left,
+            problem.window_left if kernel.row.mask_type is MaskType.SLIDING else -1,
         )
         self._division = _DIVISION.pack(*division)
 

@@ -30,9 +30,9 @@ enum {
 };
 enum { ATTRIBUTE_MAX_DYNAMIC_SHARED = 8 };
 enum { CAPTURE_MODE_RELAXED = 2 };
-enum { LAUNCH_ATTRIBUTE_CLUSTER = 4, LAUNCH_ATTRIBUTE_PDL = 6 };
+enum { LAUNCH_ATTRIBUTE_CLUSTER = 4, LAUNCH_ATTRIBUTE_POLICY = 5, LAUNCH_ATTRIBUTE_PDL = 6 };
 
-enum { MAX_DEVICES = 8, MAX_KERNELS = 256, STACK_DEPTH = 16, DEFAULT_SHARED = 48 * 1024 };
+enum { MAX_DEVICES = 8, MAX_KERNELS = 1024, STACK_DEPTH = 16, DEFAULT_SHARED = 48 * 1024 };
 
 typedef struct {
   int major, minor, sm_count, max_shared;
@@ -42,6 +42,7 @@ typedef struct {
   char name[256];
   uintptr_t library;
   int max_shared[MAX_DEVICES];
+  int parameter_bytes;
 } Kernel;
 
 typedef struct {
@@ -413,7 +414,31 @@ CUresult cuTensorMapEncodeTiled(void *map, int dtype, unsigned rank, void *addre
   return result;
 }
 
+/* ---- memory ---- */
+
+CUresult cuMemsetD8Async(uintptr_t address, unsigned char value, size_t size, void *stream) {
+  CUresult result = refused(__func__);
+  if (!result && !current()) result = INVALID_CONTEXT;
+  RECORD(result, FIELD("\"address\": %lu, \"value\": %u, \"size\": %zu, \"stream\": %lu", (unsigned long)address,
+                       value, size, (unsigned long)(uintptr_t)stream));
+  return result;
+}
+
+CUresult cuStreamIsCapturing(void *stream, int *status) {
+  CUresult result = refused(__func__);
+  *status = capturing;
+  RECORD(result, FIELD("\"stream\": %lu", (unsigned long)(uintptr_t)stream));
+  return result;
+}
+
 /* ---- launch ---- */
+
+/* A launch logs this many bytes of the kernel's first parameter, in place of CUDA_STUB_PARAMETER_BYTES. */
+void stub_parameter_bytes(const char *kernel, int bytes) {
+  for (uintptr_t i = 0; i < kernel_count; i++)
+    if (!strcmp(kernels[i].name, kernel)) kernels[i].parameter_bytes = bytes;
+}
+
 
 static CUresult check_launch(const LaunchConfig *config, const Kernel *kernel) {
   if (!current()) return INVALID_CONTEXT;
@@ -439,11 +464,17 @@ CUresult cuLaunchKernelEx(const LaunchConfig *config, uintptr_t handle, void **p
         FIELD("\"cluster\": [%u, %u, %u]", a->value.dims[0], a->value.dims[1], a->value.dims[2]);
       else if (a->id == LAUNCH_ATTRIBUTE_PDL)
         FIELD("\"pdl\": %s", a->value.flag ? "true" : "false");
+      else if (a->id == LAUNCH_ATTRIBUTE_POLICY)
+        FIELD("\"policy\": %d", a->value.flag);
       else
         FIELD("\"attribute_%u\": true", a->id);
     }
-    fputs(", \"parameters\": \"", log_file);
-    if (parameters && parameter_bytes) write_hex(parameters[0], (size_t)parameter_bytes);
+    fputs(", \"attributes\": [", log_file);
+    for (unsigned i = 0; i < config->attribute_count; i++)
+      fprintf(log_file, "%s%u", i ? ", " : "", config->attributes[i].id);
+    fputs("], \"parameters\": \"", log_file);
+    int logged = kernel && kernel->parameter_bytes ? kernel->parameter_bytes : parameter_bytes;
+    if (parameters && logged) write_hex(parameters[0], (size_t)logged);
     fputs("\"", log_file);
   });
   return result;
@@ -501,6 +532,7 @@ static const struct {
     ENTRY(cuCtxSynchronize), ENTRY(cuThreadExchangeStreamCaptureMode), ENTRY(cuLibraryLoadData),
     ENTRY(cuLibraryUnload), ENTRY(cuLibraryGetKernel), ENTRY(cuKernelSetAttribute), ENTRY(cuKernelGetAttribute),
     ENTRY(cuTensorMapEncodeTiled), ENTRY(cuLaunchKernelEx), ENTRY(cuGetErrorName), ENTRY(cuGetErrorString),
+    ENTRY(cuMemsetD8Async), ENTRY(cuStreamIsCapturing),
     {"cuDevicePrimaryCtxRelease", (void *)cuDevicePrimaryCtxRelease_v2},
     {"cuCtxPushCurrent", (void *)cuCtxPushCurrent_v2},
     {"cuCtxPopCurrent", (void *)cuCtxPopCurrent_v2},

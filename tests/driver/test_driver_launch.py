@@ -154,7 +154,7 @@ def test_several_parameters_are_laid_out_as_the_cubin_says(run_with_stub):
         facts = inspect((CUBINS / "facts_13.0_sm_90a.cubin").read_bytes()).kernels["several"]
         print([(p.offset, p.size) for p in facts.parameters], facts.parameter_bytes)
         launcher = _driver.Launcher(
-            1, threads=32, shared_memory=0, cluster=(1, 1, 1), pdl=False,
+            1, threads=32, shared_memory=0, attributes=[],
             offsets=[p.offset for p in facts.parameters], parameter_bytes=facts.parameter_bytes,
         )
         launcher.area[:] = bytes(range(facts.parameter_bytes))

@@ -34,6 +34,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     return configs
 
 
+def _differences(config: dict[str, Any], driver: RecordingDriver) -> list[str]:
+    try:
+        return differences(config, driver)
+    except Exception as error:  # a record that is not understood is one that does not match
+        return [f"{type(error).__name__}: {error}"]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -46,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     with driver.installed(), kernels_without_files():
         for path in options.files:
             for config in read(path):
-                found = differences(config, driver)
+                found = _differences(config, driver)
                 for difference in found:
                     print(f"{path}: call {config['id']} ({config['group']}): {difference}")
                 matched, failed = matched + (not found), failed + bool(found)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from check_golden import main, read
 from golden.compare import differences
 from golden.driver import RecordingDriver, kernels_without_files
+from golden.replay import Prepared, prepare, run
 
+from cubin_runtime.errors import TableError
 from cubin_runtime.families import fmha_trtllm_gen
+from cubin_runtime.families.packing import StructLayout, field_size
+from cubin_runtime.module import Launchers
 
 RECORDED = Path(__file__).parent / "golden" / "trtllm_gen_0_6_13.json.gz"
 CALLS = {call["id"]: call for call in read(RECORDED)}
@@ -56,6 +62,18 @@ def test_differences_are_printed_and_counted(tmp_path: Path, capsys: pytest.Capt
         line, summary = capsys.readouterr().out.splitlines()
         assert f"{name}: call {wrong['id']} ({wrong['group']}): grid: there " in line
         assert summary == "1 matched, 1 failed"
+
+
+def test_a_record_that_is_not_understood_does_not_match(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged, right = launching(), launching()
+    del damaged["inputs"]["causal"]
+    (tmp_path / "calls.json").write_text(json.dumps({"configs": [damaged, right]}))
+    assert main([str(tmp_path / "calls.json")]) == 1
+    line, summary = capsys.readouterr().out.splitlines()
+    assert "KeyError: 'causal'" in line
+    assert summary == "1 matched, 1 failed"
 
 
 def test_a_file_without_calls_is_no_success(tmp_path: Path) -> None:
@@ -246,3 +264,52 @@ def test_a_kernel_for_other_sage_blocks_has_to_be_refused_here(driver: Recording
     call["outputs"]["func_name"] = call["outputs"]["func_name"].replace("SageK1", "SageK4")
     (found,) = differences(call, driver)
     assert "for Sage blocks [1, 1, 0, 1]; nothing refuses that here" in found
+
+
+# ---- another release's parameter struct
+
+
+@pytest.mark.parametrize("window", [-1, 4096])
+def test_the_abi_of_a_row_decides_the_layout(driver: RecordingDriver, window: int) -> None:
+    """The same values, at the places where the later struct has them."""
+    call = first(lambda c: bool(c["outputs"].get("lse_launch")) and c["inputs"]["causal"])["inputs"]
+    call["window_left"] = window
+    call["max_kv"] = min(call["max_kv"], 4096)
+    prepared = prepare(call, driver)
+    run(prepared, call)
+    earlier = driver.take().launches[0].parameters
+    row = msgspec.structs.replace(prepared.call.kernel.row, abi="fmha_trtllm_gen/0.7.4")
+    facts = msgspec.structs.replace(prepared.call.kernel.facts, parameter_bytes=1408)
+    kernel = msgspec.structs.replace(prepared.call.kernel, row=row, facts=facts, launchers=Launchers())
+    later_call = fmha_trtllm_gen.FmhaTrtllmGenCall(prepared.problem, kernel)
+    run(Prepared(prepared.problem, later_call), call)
+    later = driver.take().launches[0].parameters
+    assert (len(earlier), len(later)) == (1280, 1408)
+
+    def fields(parameters: bytes, layout: StructLayout) -> dict[str, bytes]:
+        return {
+            name: parameters[offset : offset + field_size(kind)]
+            for name, (offset, kind) in layout.fields.items()
+        }
+
+    old, new = fields(earlier, prepared.call.layout), fields(later, later_call.layout)
+    assert {name: new[name] for name in old.keys() & new.keys()} == {
+        name: old[name] for name in old.keys() & new.keys()
+    }
+    assert int.from_bytes(new["mLeftSlidingWindow"], "little", signed=True) == window
+    assert new["mRightSlidingWindow"] == b"\xff" * 4
+
+
+def test_a_struct_of_another_size_than_the_cubins_is_refused(driver: RecordingDriver) -> None:
+    prepared = prepare(launching()["inputs"], driver)
+    row = msgspec.structs.replace(prepared.call.kernel.row, abi="fmha_trtllm_gen/0.7.4")
+    kernel = msgspec.structs.replace(prepared.call.kernel, row=row)
+    with pytest.raises(TableError, match=r"takes 1280 bytes of parameters; fmha_trtllm_gen/0\.7\.4 has 1408"):
+        fmha_trtllm_gen.FmhaTrtllmGenCall(prepared.problem, kernel)
+    for abi, message in (
+        ("fmha_trtllm_gen/9.9", "params_9_9.yaml"),
+        ("fmha_sm90/1", "expected fmha_trtllm_gen/"),
+    ):
+        row = msgspec.structs.replace(row, abi=abi)
+        with pytest.raises(TableError, match=re.escape(message)):
+            fmha_trtllm_gen.FmhaTrtllmGenCall(prepared.problem, msgspec.structs.replace(kernel, row=row))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 
 from golden_driver import SPECIFICATION
@@ -221,3 +222,37 @@ def test_a_device_without_kernels_learns_why(run_with_stub):
     for device, name in (("10.7:148:232448", "10.7"), ("12.0:148:101376", "12.0")):
         run = run_with_stub(SETUP + "refused()", devices=[device])
         assert f"no kernel runs on compute capability {name}" in run.stdout
+
+
+def test_sage_scales_skipping_and_padding_reach_the_kernel(run_with_stub):
+    run = run_with_stub(
+        SETUP
+        + """
+scales = [CudaTensor(shape, torch.float32, address=(1 << 43) + (i << 12)) for i, shape in enumerate(
+    [(4, 321), (2, 114), (2, 128)])]
+out = CudaTensor((320, 4, 128), torch.bfloat16)
+def sage():
+    arguments = call(heads=(4, 2), head_dims=(128, 128), is_causal=False, out=out, bmm1_scale=0.5,
+        sage_attn_sfs=(scales[0], scales[1], None, scales[2]), num_elts_per_sage_attn_blk=(1, 4, 0, 1),
+        skip_softmax_threshold_scale_factor=0.25)
+    for name in ("query", "key"):
+        arguments[name] = CudaTensor(arguments[name].shape, torch.int8)
+    arguments["value"] = CudaTensor(arguments["value"].shape, torch.float8_e4m3fn)
+    attend(**arguments)
+sage()
+from cubin_runtime import module
+(kernel,) = [k for k in module._modules.kernels.values() if k.row.name.startswith("fmha_trtllm_gen_sm100a")]
+stub.stub_parameter_bytes(kernel.row.entry.encode(), 1280)
+sage()
+""",
+        devices=BLACKWELL,
+        parameter_bytes=1,
+    )
+    attention = run.named("cuLaunchKernelEx")[-2]
+    assert "QkInt8VE4m3OBfloat16H128SeparateQkvDenseVarSeqSkipsSoftmax" in attention["kernel"]
+    assert attention["kernel"].endswith("SageQ1SageK4SageV1PersistentContext")
+    parameters = bytes.fromhex(attention["parameters"])
+    k, p, q, v = struct.unpack_from("<4Q", parameters, 1024)
+    assert (q, k, p, v) == (1 << 43, (1 << 43) + 0x1000, 0, (1 << 43) + 0x2000)
+    assert struct.unpack_from("<4i", parameters, 1128) == (2, 0, 0, 0)  # log2 of the blocks of k, p, q, v
+    assert struct.unpack_from("<f", parameters, 1232) == (0.25,)

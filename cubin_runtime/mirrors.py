@@ -13,7 +13,7 @@ from cubin_runtime.errors import DownloadError
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import INSECURE_HOSTS, Settings
 
-CHUNK = 512 * 2**10  # bytes
+CHUNK = 2**20  # bytes
 
 _BLOCK = 8 * 2**20  # bytes of a bucket's object that one request asks for
 

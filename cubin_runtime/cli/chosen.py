@@ -31,7 +31,8 @@ def choose(
 
     if everything == bool(arch or family or row):
         raise typer.BadParameter("expected either --all or some of --arch, --family and --row")
-    names, families = _names_for(arch or []), _families()
+    # Reading the tables takes longer than all the rest.
+    names, families = _names_for(arch) if arch else set(), _families() if family else {}
     found = {
         artifact.sha256: artifact
         for artifact in default_manifest().artifacts.values()

@@ -2,7 +2,7 @@
 
     python scripts/bench_fetch.py --folder /dev/shm/bench --files 192 --output benchmarks/fetch.json
 
-Both transfer the same files, as many at a time, from the same server to the same file system. The time of fetch
+Both transfer the same files, as many at a time, from the same server to the same folder. The time of fetch
 includes the start of Python and hashing. Needs nginx and curl; the folder is removed at the end.
 """
 

@@ -1,4 +1,4 @@
-"""A few small calls of every head dim and mask, for compute-sanitizer:
+"""A few small calls of every kernel, for compute-sanitizer:
 
 compute-sanitizer --tool memcheck python -m tests.gpu.sanitizer_case
 """
@@ -11,6 +11,7 @@ import torch
 
 from tests.gpu.support import (
     DTYPES,
+    FEW_AND_MANY_HEADS,
     HEAD_DIMS,
     MASKS,
     assert_matches,
@@ -28,9 +29,12 @@ def main() -> None:
     """Runs and checks them all, in tensors that are exactly as large as the call may touch."""
     device = torch.device("cuda", 0)
     workspace = make_workspace(device, size=16 << 20)
-    for dims, dtype, mask in itertools.product(HEAD_DIMS, DTYPES, MASKS):
-        problem = make_problem(Q_LENS, KV_LENS, device=device, dims=dims, heads=2, dtype=dtype, **MASKS[mask])
-        assert_matches(problem, call(problem, workspace), expect(problem), context=f"{dims} {dtype} {mask}")
+    for dims, dtype, mask, heads in itertools.product(HEAD_DIMS, DTYPES, MASKS, FEW_AND_MANY_HEADS):
+        problem = make_problem(
+            Q_LENS, KV_LENS, device=device, dims=dims, heads=heads, dtype=dtype, **MASKS[mask]
+        )
+        context = f"{dims} {dtype} {mask}, {heads} heads"
+        assert_matches(problem, call(problem, workspace), expect(problem), context=context)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import cubin_runtime
 from tests.gpu.support import (
     DTYPES,
     HEAD_DIMS,
+    MANY_HEADS,
     MASKS,
     Guarded,
     arguments,
@@ -28,9 +29,6 @@ from tests.gpu.support import (
 )
 
 pytestmark = pytest.mark.gpu
-
-# So many that even one row of each fills more than half of the device: see selection.few_rows.
-MANY_HEADS = 72
 
 Q_LENS = [63, 0, 1, 129, 300, 5, 777, 129, 2]
 KV_LENS = [129, 63, 1, 63, 777, 0, 1000, 129, 300]

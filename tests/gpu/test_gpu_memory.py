@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.support import (
+    FEW_AND_MANY_HEADS,
     HEAD_DIMS,
     MASKS,
     Guarded,
@@ -184,15 +185,16 @@ def test_no_synchronisation(device: torch.device, workspace: torch.Tensor) -> No
     assert_matches(problem, (plain["out"], plain["lse"]), expect(problem))
 
 
+@pytest.mark.parametrize("heads", FEW_AND_MANY_HEADS)
 @pytest.mark.parametrize("padding", [0, 5, 200])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_guard_regions(
-    dims: tuple[int, int], mask: str, padding: int, device: torch.device, workspace: torch.Tensor
+    dims: tuple[int, int], mask: str, padding: int, heads: int, device: torch.device, workspace: torch.Tensor
 ) -> None:
     """NaN on both sides of the inputs reaches no result; bytes on both sides of the results stay."""
     lens = [129, 1, 127]
-    plain = make_problem(lens, lens, device=device, dims=dims, heads=2, padding=padding, **MASKS[mask])
+    plain = make_problem(lens, lens, device=device, dims=dims, heads=heads, padding=padding, **MASKS[mask])
     plain.key[sum(lens) :], plain.value[sum(lens) :], plain.query[sum(lens) :] = math.nan, math.inf, math.nan
 
     def embedded(tensor: torch.Tensor) -> torch.Tensor:
@@ -210,14 +212,22 @@ def test_guard_regions(
     assert_matches(plain, results, expect(plain))
 
 
+@pytest.mark.parametrize("heads", FEW_AND_MANY_HEADS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_poison_stays_in_its_sequence(
-    dims: tuple[int, int], mask: str, poison: float, device: torch.device, workspace: torch.Tensor
+    dims: tuple[int, int],
+    mask: str,
+    poison: float,
+    heads: int,
+    device: torch.device,
+    workspace: torch.Tensor,
 ) -> None:
     lens = [129, 40, 130, 0, 61]
-    clean = make_problem(lens, lens, device=device, dims=dims, heads=4, kv_heads=2, **MASKS[mask])
+    clean = make_problem(
+        lens, lens, device=device, dims=dims, heads=heads, kv_heads=heads // 2, **MASKS[mask]
+    )
     expected = call(clean, workspace)
     spans = list(clean.spans())
     for names, victim in itertools.product(

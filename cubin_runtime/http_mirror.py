@@ -54,7 +54,7 @@ class HttpMirror:
             raise DownloadError(f"{place}: {_clean(error)}") from error
         except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
             raise TransientError(f"{place}: {_clean(error)}") from error
-        except requests.RequestException as error:
+        except (requests.RequestException, ValueError) as error:  # ValueError: a redirect to what is no URL
             raise DownloadError(f"{place}: {_clean(error)}") from error
 
 

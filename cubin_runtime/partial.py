@@ -65,8 +65,9 @@ class PartialFile:
         os.fsync(self._file.fileno())
         self.path.replace(self._final)
         self._file.close()
-        for path in _parts(self._final):
-            remove_abandoned(path)
+        with contextlib.suppress(OSError):  # it is there, whatever becomes of the others
+            for path in _parts(self._final):
+                remove_abandoned(path)
 
     def leave(self) -> None:
         """Lets go of a part that was not committed, and removes it if it is small."""

@@ -15,7 +15,8 @@ Fault = Callable[[bytes, int | None, threading.Event], Iterator[bytes]]
 
 
 def _head(status: str, *headers: str) -> bytes:
-    return "\r\n".join([f"HTTP/1.1 {status}", "Connection: close", *headers, "", ""]).encode()
+    lines = [f"HTTP/1.1 {status}", "Connection: close", *headers, "", ""]
+    return "\r\n".join(lines).encode("utf-8", "surrogateescape")
 
 
 def good(data: bytes, start: int | None, end: threading.Event) -> Iterator[bytes]:
@@ -104,6 +105,8 @@ FAULTS: dict[str, Fault] = {
     "416": status("416 Range Not Satisfiable"),
     "429": status("429 Too Many Requests", "Retry-After: 1"),
     "429 for long": status("429 Too Many Requests", "Retry-After: 86400"),
+    "a thousand headers": status("200 OK", *[f"X-{number}: y" for number in range(1000)]),
+    "a long header": status("200 OK", "X: " + "y" * 100_000),
     "429 for nonsense": status("429 Too Many Requests", "Retry-After: Thu, 99 Foo"),
     "500": status("500 Internal Server Error"),
     "503": status("503 Service Unavailable", "Retry-After: 0"),
@@ -112,6 +115,10 @@ FAULTS: dict[str, Fault] = {
     "circle": status("302 Found", "Location: {self}"),
     "redirect to nowhere": status("302 Found", "Location: http://127.0.0.1:1/x"),
     "redirect to a file": status("302 Found", "Location: file:///etc/passwd"),
+    "redirect to a bad port": status("302 Found", "Location: http://127.0.0.1:99999/x"),
+    "redirect to half an address": status("302 Found", "Location: http://[::1/x"),
+    "redirect to no charset": status("302 Found", "Location: /\udcff\udcfe"),
+    "redirect to a bad name": status("302 Found", "Location: https://.a..b/x"),
     "redirect without target": status("302 Found"),
     "page": whole(lambda data: b"<h1>Sign in</h1>", "Content-Type: text/html"),
     "page of the right size": whole(lambda data: b"x" * len(data)),

@@ -183,6 +183,19 @@ def test_entries_are_cubins_and_nothing_else(tmp_path: Path) -> None:
     assert [(entry.path, entry.size) for entry in cache.entries()] == [(paths[0], 1), (paths[1], 2)]
 
 
+def test_a_link_in_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    cache = CacheStore(tmp_path / "cache")
+    path = cache.path(ARTIFACT)
+    path.parent.mkdir(parents=True)
+    path.symlink_to(victim)
+    with pytest.raises(IntegrityError):
+        cache.read(ARTIFACT)
+    assert cache.write(ARTIFACT, DATA) == path
+    assert (path.is_symlink(), path.read_bytes(), victim.read_bytes()) == (False, DATA, b"precious")
+
+
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     cache = CacheStore(tmp_path)
     paths = fill(cache, b"a" * 10, b"b" * 10, b"c" * 10)

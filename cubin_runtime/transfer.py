@@ -85,16 +85,16 @@ class Transfers:
 
         sink        may begin with bytes of an earlier transfer, right or wrong
         attempts    takes what the mirrors answered that were asked in vain
-        first       asked before the others
+        first       folders of this machine, asked before the mirrors
         """
         if _is_complete(artifact, sink):
             return "what an earlier download left"
         mirrors = sorted(self.mirrors, key=lambda mirror: mirror.location in self._out_of_reach)
-        for mirror in (*first, *mirrors):
+        for kind, mirror in (*(("local", each) for each in first), *(("mirror", each) for each in mirrors)):
             try:
                 return self._fill_from(mirror, artifact, sink, progress)
             except ArtifactError as error:  # noqa: PERF203  one of few, and slow by itself
-                attempts.append(Attempt("mirror", str(error), isinstance(error, IntegrityError)))
+                attempts.append(Attempt(kind, str(error), isinstance(error, IntegrityError)))
         return None
 
     def _fill_from(self, mirror: Mirror, artifact: Artifact, sink: Sink, progress: Progress) -> str:

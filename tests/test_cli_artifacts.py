@@ -153,6 +153,7 @@ def test_fetch_to_a_destination_needs_no_cache(cli: Cli, mirror: str, tmp_path: 
     dest = tmp_path / "dest"
     result = cli("fetch", "--all", "--mirror", mirror, "--dest", str(dest))
     assert result.code == 0
+    assert "passed over" not in result.err, "that this machine lacks a file is no failure"
     assert held(dest) == set(NAMES)
     assert {len(path.name) for path in dest.iterdir()} == {2}, "nothing but cubins"
     assert not (tmp_path / "cache").exists()

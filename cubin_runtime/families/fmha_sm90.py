@@ -56,11 +56,12 @@ class _Division(NamedTuple):
         tile_heads = max(n for n in range(1, row.tile_q + 1) if group % n == 0)
         tile_tokens = row.tile_q // tile_heads
         max_q_blocks = max(1, -(-problem.max_q_len // tile_tokens))
-        tiles = max(1, problem.batch_size * max_q_blocks * num_heads_q // tile_heads)
         key_blocks = max(1, -(-problem.max_kv_len // row.tile_kv))
-        blocks_per_split = -(-key_blocks // max(1, row.blocks_per_sm * sm_count // tiles))
-        return cls(
-            tile_tokens, tile_heads, blocks_per_split, -(-key_blocks // blocks_per_split), max_q_blocks
+        whole = cls(tile_tokens, tile_heads, key_blocks, 1, max_q_blocks)
+        parts_per_tile = max(1, row.blocks_per_sm * sm_count // max(1, whole.parts(problem)))
+        blocks_per_split = -(-key_blocks // parts_per_tile)
+        return whole._replace(
+            blocks_per_split=blocks_per_split, max_splits=-(-key_blocks // blocks_per_split)
         )
 
     def parts(self, problem: Problem) -> int:

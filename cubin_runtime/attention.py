@@ -20,10 +20,11 @@ from cubin_runtime import arguments as checks
 from cubin_runtime import empty_rows, torch_ops
 from cubin_runtime.arguments import DTYPES, Call
 from cubin_runtime.families import Arguments, PreparedCall, Problem, TensorLayout, family
+from cubin_runtime.few_rows import few_rows
 from cubin_runtime.module import device_info, load, on_unload
 from cubin_runtime.reference import ragged_attention_reference
 from cubin_runtime.request import SAGE_OFF, KernelRequest
-from cubin_runtime.selection import few_rows, select
+from cubin_runtime.selection import select
 from cubin_runtime.settings import logger, settings
 from cubin_runtime.torch_ops import Result
 from cubin_runtime.workspace import zero_once
@@ -36,6 +37,7 @@ _PDL_CAPABILITY = (9, 0)
 _MAX_PREPARED = 512
 _NUMBER = (float, int)
 _NO_SCALES = (0, 0, 0, 0)
+_MANY_ROWS: dict[str, Any] = {"batch_size": None, "max_q_len": None, "total_q": None, "max_kv_len": None}
 _read_by_dynamo = torch.compiler.is_dynamo_compiling
 
 _prepared: dict[Hashable, PreparedCall] = {}
@@ -311,9 +313,8 @@ def _first_call(call: Call) -> Result:
 
 def _prepare(call: Call) -> PreparedCall:
     request = _request(call)
-    # Selection looks at these two for few query rows only; an engine has new ones in every step.
-    numbers = {} if few_rows(request) else {"batch_size": None, "max_q_len": None}
-    row = _choose(msgspec.structs.replace(request, **numbers))
+    # Selection looks at these for few query rows only; an engine has new ones in every step.
+    row = _choose(request if few_rows(request) else msgspec.structs.replace(request, **_MANY_ROWS))
     problem = _problem(call, request)
     implementation = family(row.family)
     device = call.query.get_device()
@@ -355,6 +356,8 @@ def _request(call: Call) -> KernelRequest:
         sage_blocks=blocks,
         batch_size=call.batch_size,
         max_q_len=call.max_q_len,
+        total_q=call.query.shape[0],
+        max_kv_len=call.max_kv_len,
         sm_count=device.sm_count,
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cubin_runtime.errors import DriverError, InvalidArgumentError
+from cubin_runtime.few_rows import DEFAULT_SM_COUNT
 from cubin_runtime.request import (
     SAGE_OFF,
     Architecture,
@@ -15,7 +16,7 @@ from cubin_runtime.request import (
     KernelRequest,
     MaskType,
 )
-from cubin_runtime.selection import DEFAULT_SM_COUNT, Selection, select
+from cubin_runtime.selection import Selection, select
 from kernel_meta.schema import KernelRow
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def make_request(
     sage_blocks: tuple[int, int, int, int] = SAGE_OFF,
     batch_size: int | None = None,
     max_q_len: int | None = None,
+    total_q: int | None = None,
+    max_kv_len: int | None = None,
     backend: str = "trtllm-gen",
 ) -> KernelRequest:
     """A request from plain values.
@@ -57,7 +60,8 @@ def make_request(
     num_heads_kv  default: num_heads_q
     sage_blocks tokens per scale of q, k, p, v
     batch_size, max_q_len   number of sequences, and of the longest one's queries; both given, kernels for few
-                query rows are considered (selection.few_rows)
+                query rows are considered (few_rows.few_rows)
+    total_q, max_kv_len     queries of all sequences, and keys of the longest one; default: as many as can be
 
     Raises InvalidArgumentError for a value that has no meaning.
     """
@@ -87,6 +91,8 @@ def make_request(
         sage_blocks=sage_blocks,
         batch_size=batch_size,
         max_q_len=max_q_len,
+        total_q=total_q,
+        max_kv_len=max_kv_len,
     )
 
 
@@ -135,14 +141,18 @@ def workspace_size(
 
     total_q, total_kv   tokens of the query and key tensors
     max_q_len, max_kv_len   as in the call
-    request, values     as for `explain`; the request's own batch_size and max_q_len are overridden
+    request, values     as for `explain`; the request's own values of these are overridden
 
     Raises NoKernelError where no kernel fits.
     """
     from cubin_runtime.families import family
 
     request = msgspec.structs.replace(
-        _one_request(request, values), batch_size=batch_size, max_q_len=max_q_len
+        _one_request(request, values),
+        batch_size=batch_size,
+        max_q_len=max_q_len,
+        total_q=total_q,
+        max_kv_len=max_kv_len,
     )
     row = select(request).require()
     problem = packed_problem(

@@ -161,6 +161,8 @@ class KernelRequest(msgspec.Struct, frozen=True, kw_only=True):
     skips_softmax         tiles of negligible weight may be left out
     sage_blocks           tokens per scale of q, k, p, v; all zero = no Sage scales
     batch_size, max_q_len number of sequences and the longest one's queries; None = many
+    total_q, max_kv_len   queries of all sequences (None = batch_size times max_q_len) and the longest one's
+                          keys (None = many); of interest with those two only
     sm_count              the device's multiprocessors; None = 132, what the largest Hopper parts have
     max_shared_memory     the device's opt-in limit in bytes; None = what the capability documents
     """
@@ -182,6 +184,8 @@ class KernelRequest(msgspec.Struct, frozen=True, kw_only=True):
     sage_blocks: tuple[int, int, int, int] = SAGE_OFF
     batch_size: int | None = None
     max_q_len: int | None = None
+    total_q: int | None = None
+    max_kv_len: int | None = None
     sm_count: int | None = None
     max_shared_memory: int | None = None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cubin_runtime.errors import InvalidArgumentError, NoKernelError
+from cubin_runtime.few_rows import few_rows
 from cubin_runtime.request import SAGE_OFF, Architecture, Capability, KernelRequest
 
 if TYPE_CHECKING:
@@ -30,11 +31,6 @@ _DISTANCE = {"arch": 2, "backend": 2, "blocked": 0}
 
 _FAMILY_OF_SUFFIX = {"a": 2, "f": 1, "": 0}
 _RANK_OF_SCHEDULER = {"split": 2, "persistent": 1, "static": 0}
-
-# The tiles that the rule of `few_rows` counts in.
-_MANY_ROWS_TILE = 128
-_FEW_ROWS_TILE = 64
-DEFAULT_SM_COUNT = 132
 
 _NOT_BUILT = "this kernel is in the table but has not been built (scripts/build_cubins.py)"
 
@@ -193,26 +189,6 @@ def _decide(
     return (*accepted, *rejected)
 
 
-def few_rows(request: KernelRequest) -> str:
-    """Why a kernel that divides the keys among blocks is the better one for the request; "" = it is not.
-
-    Such a kernel (scheduler "split") packs the rows of all heads that share a kv head into tiles of 64. It is
-    taken where the 128-row tiles of the others would leave half of the multiprocessors idle, and where the
-    rows that share keys fit one tile, so that the keys are read once instead of once per head.
-    """
-    if request.batch_size is None or request.max_q_len is None:
-        return ""
-    sm_count = request.sm_count or DEFAULT_SM_COUNT
-    tiles = request.batch_size * request.num_heads_q * -(-request.max_q_len // _MANY_ROWS_TILE)
-    if 2 * tiles <= sm_count:
-        return f"{_count(tiles, f'{_MANY_ROWS_TILE}-row tile')} would not fill {sm_count} multiprocessors"
-    group = request.num_heads_q // request.num_heads_kv
-    rows = group * request.max_q_len
-    if group > 1 and rows <= _FEW_ROWS_TILE:
-        return f"the {_count(rows, 'row')} that share a kv head's keys fit one tile"
-    return ""
-
-
 def describe(request: KernelRequest) -> str:
     """The request in one line of names."""
     q, k, v, o = request.dtype_q, request.dtype_k, request.dtype_v, request.dtype_o
@@ -284,10 +260,15 @@ def _arch_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]
 
 
 def _work_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
-    if row.scheduler != "split" or few_rows(request):
+    if row.scheduler != "split":
         return
-    message = "scheduler: this kernel is for few query rows (batch_size, max_q_len), the call has many"
-    yield Mismatch("scheduler", "many query rows", "split, for few query rows", message)
+    wanted = few_rows(request)
+    if wanted is None:
+        message = "scheduler: this kernel is for few query rows (batch_size, max_q_len), the call has many"
+        yield Mismatch("scheduler", "many query rows", "split, for few query rows", message)
+    elif row.tile_q != wanted.tile_q:
+        message = f"tile_q: this kernel has {row.tile_q}-row tiles, {wanted.reason}"
+        yield Mismatch("tile_q", str(wanted.tile_q), str(row.tile_q), message)
 
 
 def _resource_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
@@ -327,7 +308,9 @@ def _why_chosen(request: KernelRequest, accepted: list[KernelRow]) -> str:
     if not others:
         return "the only kernel that fits"
     if _specificity(winner) == _specificity(others[0]) and winner.scheduler == "split":
-        return f"made for few query rows: {few_rows(request)}"
+        wanted = few_rows(request)
+        assert wanted is not None  # else no split row fits
+        return f"made for few query rows: {wanted.reason}"
     if _preference(winner) == _preference(others[0]):
         return f"the first in the tables of {len(accepted)} kernels that fit"
     reasons = []

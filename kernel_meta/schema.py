@@ -22,7 +22,7 @@ class Scheduler(str, enum.Enum):
 
     static       one tile per block
     persistent   blocks stay and draw tiles
-    split        persistent, over parts of the keys, for few query rows: see selection.few_rows
+    split        persistent, over parts of the keys, for few query rows: see cubin_runtime/few_rows.py
     """
 
     STATIC = "static"

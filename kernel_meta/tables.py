@@ -17,13 +17,15 @@ import msgspec
 
 from cubin_runtime import strict_yaml
 from cubin_runtime.errors import InvalidArgumentError, TableError
-from kernel_meta.schema import KernelRow, Step
+from cubin_runtime.request import Capability
+from kernel_meta.schema import KernelRow, Scheduler, Step
 
 TABLES_DIR = Path(__file__).parent
 
 _Row = TypeVar("_Row", KernelRow, Step)
 
-# What selection looks at. Two rows that agree in all of it are indistinguishable to a request.
+# What selection looks at. Two rows that agree in all of it are indistinguishable to a request; those of the
+# split scheduler may differ in tile_q, too.
 SELECTION_COLUMNS = (
     "arch",
     "dtype_q",
@@ -72,6 +74,14 @@ def find_row(name: str) -> KernelRow:
         hint = f"closest: {', '.join(close)}" if close else f"{len(rows)} kernels exist"
         raise InvalidArgumentError(f"no kernel is called {name!r}; {hint}")
     return rows[name]
+
+
+def find_step(family: str, name: str, capability: Capability) -> Step:
+    """The step of a family for a device; raises TableError where there is none."""
+    for step in all_steps():
+        if (step.family, step.step) == (family, name) and step.architecture.runs_on(capability):
+            return step
+    raise TableError(f"{family} has no step {name!r} for compute capability {capability}")
 
 
 def load_table(path: Path) -> tuple[KernelRow, ...]:
@@ -132,9 +142,10 @@ def _columns(line: str, names: list[str]) -> dict[str, Any]:
 
 def _refuse_ambiguous(path: Path, rows: tuple[KernelRow, ...]) -> None:
     seen: dict[tuple[object, ...], int] = {}
-    columns = operator.attrgetter(*SELECTION_COLUMNS)
+    of_all = operator.attrgetter(*SELECTION_COLUMNS)
     for number, row in enumerate(rows, start=1):
-        first = seen.setdefault(columns(row), number)
+        key = (of_all(row), row.tile_q if row.scheduler is Scheduler.SPLIT else None)
+        first = seen.setdefault(key, number)
         if first != number:
             raise TableError(
                 f"{path}: rows {first} and {number} answer the same requests ({row.name}); "

@@ -167,7 +167,7 @@ def test_json_has_the_same(cli: Callable[..., Result]) -> None:
     result = cli("run", *options, "--mask", "sliding", "--window", "2", "--head-dims", "256,256", "--json")
     plan, found = result.json["plan"], result.json["outcome"]
     assert plan["kernel"].startswith("fmha_sm90_sm90a_fp16_fp16_fp16_fp16_h256x256_sliding")
-    assert plan["launch"]["grid"] == [12, 1, 1]
+    assert plan["launch"]["grid"] == [2, 1, 1]
     assert plan["launch"]["ordinal"] is None
     assert plan["workload"]["window_left"] == 2
     assert found["type"] == "computed on the CPU"
@@ -185,7 +185,18 @@ def test_a_miss_exits_with_3_and_says_why(cli: Callable[..., Result], as_json: l
     arguments = ["--head-dims", "96,96", *as_json]
     result = cli("run", *arguments)
     assert (result.code, result.err) == (3, "")
-    explained = cli("explain", *arguments, "--batch-size", "8", "--max-q-len", "8192")
+    explained = cli(
+        "explain",
+        *arguments,
+        "--batch-size",
+        "8",
+        "--max-q-len",
+        "8192",
+        "--total-q",
+        "16392",
+        "--max-kv-len",
+        "8192",
+    )
     assert result.out == explained.out
     assert "head_dims" in result.out
 

@@ -38,6 +38,13 @@ def explain(
     max_q_len: Annotated[
         int | None, typer.Option(min=1, help="Queries of the longest sequence (default: many).")
     ] = None,
+    total_q: Annotated[
+        int | None,
+        typer.Option(min=1, help="Queries of all sequences (default: as many as can be)."),
+    ] = None,
+    max_kv_len: Annotated[
+        int | None, typer.Option(min=1, help="Keys of the longest sequence (default: many).")
+    ] = None,
     backend: options.Backend = "trtllm-gen",
     limit: Annotated[int, typer.Option(min=0, help="Kernels that do not fit to show, nearest first.")] = 3,
     as_json: Json = False,
@@ -66,6 +73,8 @@ def explain(
         sage_blocks=(blocks[0], blocks[1], blocks[2], blocks[3]),
         batch_size=batch_size,
         max_q_len=max_q_len,
+        total_q=total_q,
+        max_kv_len=max_kv_len,
         backend=backend,
     )
     if arch is None and not is_for_a_device(request):

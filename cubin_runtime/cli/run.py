@@ -82,6 +82,8 @@ def run(
         skips_softmax=skip_softmax_factor > 0,
         batch_size=len(queries),
         max_q_len=max(queries),
+        total_q=sum(queries),
+        max_kv_len=max(keys),
         backend=backend,
     )
     workload = Workload(

@@ -1,94 +1,111 @@
-"""Our Hopper kernels: parameters of kernel_meta/fmha_sm90/params.h, one launch, no preparation on the device.
+"""Our Hopper kernels: parameters of kernel_meta/fmha_sm90/params.h, no preparation on the device.
 
 The kernels follow the lengths on the device, write rows that see no key themselves and take a workspace
-with any contents, so nothing here depends on the values of the lengths.
+with any contents, so nothing here depends on the values of the lengths. Where the keys of a tile may be
+divided among blocks, a second launch combines what the parts leave in the workspace.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from typing import NamedTuple
 
 from cubin_runtime import _driver
 from cubin_runtime.errors import InvalidArgumentError, TableError
 from cubin_runtime.families import Arguments, Problem, TensorLayout
+from cubin_runtime.few_rows import packed_heads
 from cubin_runtime.launch import LaunchPlan, launch
-from cubin_runtime.module import LoadedKernel
-from cubin_runtime.request import MaskType
+from cubin_runtime.module import Loaded, LoadedKernel, load_step
+from cubin_runtime.request import DType, MaskType
 from cubin_runtime.tensormap import TiledMap
 from cubin_runtime.workspace import WorkspaceLayout
 from kernel_meta.schema import KernelRow, Scheduler
+from kernel_meta.tables import find_step
 
-ABI = "fmha_sm90/1"
+FAMILY = "fmha_sm90"
+ABI = "fmha_sm90/2"
+COMBINE_ABI = "fmha_sm90_combine/1"
 
-# struct Params: tensor maps, pointers, strides, launch tag, extents, scales, division. Its size is a multiple
-# of 64, the alignment of the maps.
-_PARAMS = struct.Struct("<128s128s128s128s 10Q 32s I 24s 2f 20s 24x")
+# struct Params: tensor maps, pointers, divided keys, strides, launch tag, extents, scales, packing. Its size
+# is a multiple of 64, the alignment of the maps.
+_PARAMS = struct.Struct("<128s128s128s128s 8Q 32s 32s I 24s 2f 12s 16x")
 _STRIDES = struct.Struct("<4q")
 _EXTENTS = struct.Struct("<6i")
-_DIVISION = struct.Struct("<5i")
+_PACKING = struct.Struct("<3i")
 PARAMETER_BYTES = _PARAMS.size
+
+# struct DividedKeys, and struct CombineParams: divided keys, pointers, strides, scale, shape.
+_DIVIDED = struct.Struct("<4Q")
+_COMBINE = struct.Struct("<32s 4Q 32s f 20s")
+_COMBINE_SHAPE = struct.Struct("<5i")
 
 _WARPGROUP_ROWS = 64
 _CHUNK = 64  # elements of one 128-byte swizzle span
-_WARPGROUP_THREADS = 128
 _MAX_MAPS = 1024
+_PART_BYTES = 32  # struct Part
+
+# Dividing fewer keys, or into parts of fewer key blocks, costs more than it saves.
+_LEAST_KEYS = 2049
+_LEAST_BLOCKS_PER_PART = 2
+_COMBINE_SLICES = 4  # combine.cu: blocks of a slot
 
 # Tags tell the kernel whether the ticket counter in the workspace is of its own launch; 0 is nobody's.
 _launch_tags = itertools.count(1)
 
 
-class _Division(NamedTuple):
-    """How a split kernel packs query rows into tiles and divides the keys; fields as in struct Params."""
+class _Tiling(NamedTuple):
+    """How a kernel packs query rows into tiles and may divide their keys, from shapes alone.
+
+    tile_tokens, tile_heads, least_blocks_per_part   as in struct Params
+    grid     blocks of the launch
+    slots    parts that can be needed; 0 = no tile is divided
+    """
 
     tile_tokens: int
     tile_heads: int
-    blocks_per_split: int
-    max_splits: int
-    max_q_blocks: int
+    least_blocks_per_part: int
+    grid: int
+    slots: int
 
     @classmethod
-    def of(cls, problem: Problem, row: KernelRow, sm_count: int) -> _Division:
-        """Parts of such a length that all blocks of the device get about one."""
-        num_heads_q = problem.query.shape[1]
+    def of(cls, problem: Problem, row: KernelRow, sm_count: int) -> _Tiling:
+        """As many blocks as the device holds, or fewer where there cannot be as many tiles or parts."""
+        total_q, num_heads_q, _ = problem.query.shape
         group = num_heads_q // problem.key.shape[1]
-        tile_heads = max(n for n in range(1, row.tile_q + 1) if group % n == 0)
-        tile_tokens = row.tile_q // tile_heads
-        max_q_blocks = max(1, -(-problem.max_q_len // tile_tokens))
-        key_blocks = max(1, -(-problem.max_kv_len // row.tile_kv))
-        whole = cls(tile_tokens, tile_heads, key_blocks, 1, max_q_blocks)
-        parts_per_tile = max(1, row.blocks_per_sm * sm_count // max(1, whole.parts(problem)))
-        blocks_per_split = -(-key_blocks // parts_per_tile)
-        return whole._replace(
-            blocks_per_split=blocks_per_split, max_splits=-(-key_blocks // blocks_per_split)
-        )
-
-    def parts(self, problem: Problem) -> int:
-        """Parts of all tiles, were every sequence as long as the maxima."""
-        tiles = problem.batch_size * self.max_q_blocks * problem.query.shape[1] // self.tile_heads
-        return tiles * self.max_splits
+        split = row.scheduler is Scheduler.SPLIT
+        # A tile of few rows may leave some unused; others are filled.
+        tile_heads = packed_heads(group) if split else math.gcd(group, _WARPGROUP_ROWS)
+        tile_tokens = _WARPGROUP_ROWS // tile_heads
+        tokens = row.tile_q // _WARPGROUP_ROWS * tile_tokens
+        tiles = num_heads_q // tile_heads * min(total_q, total_q // tokens + problem.batch_size)
+        capacity = row.blocks_per_sm * sm_count
+        if not split or problem.max_kv_len < _LEAST_KEYS:
+            return cls(tile_tokens, tile_heads, 0, max(1, min(capacity, tiles)), 0)
+        parts = tiles * (-(-problem.max_kv_len // row.tile_kv) // _LEAST_BLOCKS_PER_PART)
+        grid = max(1, min(capacity, parts))
+        # As division.cuh counts them: few tiles leave room for what rounding up adds.
+        slots = grid if 2 * tiles <= grid else 2 * grid
+        return cls(tile_tokens, tile_heads, _LEAST_BLOCKS_PER_PART, grid, slots)
 
 
 def workspace(problem: Problem, row: KernelRow, sm_count: int) -> WorkspaceLayout:
-    """A ticket counter; for a split kernel also the partial results. Nothing need be zero."""
-    slots = 0
-    if row.scheduler is Scheduler.SPLIT:
-        division = _Division.of(problem, row, sm_count)
-        slots = division.parts(problem) if division.max_splits > 1 else 0
-    # split.cuh: half of a row's output and two rows' m and l per thread.
-    slot_bytes = 4 * _WARPGROUP_THREADS * (row.head_dim_v // 2 + 4)
-    return WorkspaceLayout.of(tile_counter=8, arrivals=8 * slots, partials=slot_bytes * slots)
+    """A ticket counter; where keys may be divided, also what the parts leave. Nothing need be zero."""
+    slots = _Tiling.of(problem, row, sm_count).slots
+    rows = slots * row.tile_q
+    return WorkspaceLayout.of(
+        tile_counter=8,
+        parts=slots * _PART_BYTES,
+        count=4 if slots else 0,
+        sums=4 * rows * row.head_dim_v,
+        statistics=8 * rows,
+    )
 
 
 def grid(problem: Problem, row: KernelRow, sm_count: int) -> tuple[int, int, int]:
-    """As many blocks as the device holds, or fewer where there cannot be as many tiles."""
-    total_q, num_heads_q, _ = problem.query.shape
-    if row.scheduler is Scheduler.SPLIT:
-        most_tiles = _Division.of(problem, row, sm_count).parts(problem)
-    else:
-        most_tiles = num_heads_q * min(total_q, -(-total_q // row.tile_q) + problem.batch_size)
-    return max(1, min(row.blocks_per_sm * sm_count, most_tiles)), 1, 1
+    """Persistent blocks of the attention kernel."""
+    return _Tiling.of(problem, row, sm_count).grid, 1, 1
 
 
 class FmhaSm90Call:
@@ -98,30 +115,21 @@ class FmhaSm90Call:
     zeroed_bytes = 0
 
     def __init__(self, problem: Problem, kernel: LoadedKernel) -> None:
-        if kernel.row.abi != ABI:
-            raise TableError(f"{kernel.row.name} has parameter layout {kernel.row.abi}; expected {ABI}")
-        if kernel.facts.parameter_bytes != PARAMETER_BYTES:
-            raise TableError(
-                f"{kernel.row.name} takes {kernel.facts.parameter_bytes} bytes of parameters; "
-                f"{ABI} has {PARAMETER_BYTES}"
-            )
+        _check_abi(kernel, ABI, PARAMETER_BYTES)
         self.problem = problem
         self.kernel = kernel
-        tile_kv = kernel.row.tile_kv
-        context = kernel.context
+        row, context = kernel.row, kernel.context
         sm_count = kernel.device.sm_count
-        division = _Division.of(problem, kernel.row, sm_count)
-        split = kernel.row.scheduler is Scheduler.SPLIT
-        rows = (
-            (division.tile_tokens, division.tile_heads, 1) if split else _box(problem.query, _WARPGROUP_ROWS)
-        )
-        self._query = _Maps("query", problem.query, rows, context)
-        self._key = _Maps("key", problem.key, _box(problem.key, tile_kv), context)
-        self._value = _Maps("value", problem.value, _box(problem.value, tile_kv), context)
-        self._out = _Maps("out", problem.out, _box(problem.out, _WARPGROUP_ROWS), context)
-        layout = workspace(problem, kernel.row, sm_count)
-        self._tile_counter, self._arrivals, self._partials = map(layout.offset, layout.slabs)
-        self._plan = LaunchPlan(kernel, grid(problem, kernel.row, sm_count))
+        tiling = _Tiling.of(problem, row, sm_count)
+        packed = (tiling.tile_tokens, tiling.tile_heads)
+        query_chunks = 1 if row.scheduler is Scheduler.SPLIT else row.head_dim_qk // _CHUNK
+        self._query = _Maps("query", problem.query, (*packed, query_chunks), context)
+        self._key = _Maps("key", problem.key, _box(problem.key, row.tile_kv), context)
+        self._value = _Maps("value", problem.value, _box(problem.value, row.tile_kv), context)
+        self._out = _Maps("out", problem.out, (*packed, row.head_dim_v // _CHUNK), context)
+        layout = workspace(problem, row, sm_count)
+        self._tile_counter = layout.offset("tile_counter")
+        self._plan = LaunchPlan(kernel, (tiling.grid, 1, 1))
 
         total_q, num_heads_q, _ = problem.query.shape
         total_kv, num_heads_kv, _ = problem.key.shape
@@ -132,14 +140,16 @@ class FmhaSm90Call:
             total_kv,
             num_heads_q,
             num_heads_q // num_heads_kv,
-            problem.window_left if kernel.row.mask_type is MaskType.SLIDING else -1,
+            problem.window_left if row.mask_type is MaskType.SLIDING else -1,
         )
-        self._division = _DIVISION.pack(*division)
+        self._packing = _PACKING.pack(*tiling[:3])
+        self._combine = _Combine(tiling, layout, self._strides, kernel) if tiling.slots else None
 
     def __call__(self, arguments: Arguments, stream: int, pdl: bool) -> None:
         """Packs struct Params and launches."""
         a = arguments
         workspace = a.workspace
+        combine = self._combine
         # A tensor without elements has no address, but its map must; it is never read through.
         try:
             parameters = _PARAMS.pack(
@@ -155,20 +165,67 @@ class FmhaSm90Call:
                 a.bmm1_scale_pointer,
                 a.bmm2_scale_pointer,
                 workspace + self._tile_counter,
-                workspace + self._arrivals,
-                workspace + self._partials,
+                combine.divided(workspace) if combine else b"",
                 self._strides,
                 next(_launch_tags) % 0xFFFFFFFF + 1,
                 self._extents,
                 a.bmm1_scale,
                 a.bmm2_scale,
-                self._division,
+                self._packing,
             )
         except OverflowError:
             raise InvalidArgumentError(
                 f"bmm1_scale is {a.bmm1_scale} and bmm2_scale is {a.bmm2_scale}; expected values of float32"
             ) from None
         launch(self._plan, parameters, stream, pdl)
+        if combine:
+            combine(a, stream)
+
+
+class _Combine:
+    """The launch that combines the parts of divided tiles (combine.cu)."""
+
+    def __init__(
+        self, tiling: _Tiling, layout: WorkspaceLayout, strides: bytes, kernel: LoadedKernel
+    ) -> None:
+        row = kernel.row
+        step = load_step(find_step(FAMILY, "combine", kernel.device.capability), kernel.device.ordinal)
+        _check_abi(step, COMBINE_ABI, _COMBINE.size)
+        self._plan = LaunchPlan(step, (tiling.slots, _COMBINE_SLICES, 1))
+        self._areas = tuple(layout.offset(name) for name in ("parts", "count", "sums", "statistics"))
+        self._strides = strides
+        self._shape = _COMBINE_SHAPE.pack(
+            row.head_dim_v, row.dtype_o is DType.FP16, row.tile_q, tiling.tile_tokens, tiling.tile_heads
+        )
+
+    def divided(self, workspace: int) -> bytes:
+        """struct DividedKeys."""
+        return _DIVIDED.pack(*(workspace + area for area in self._areas))
+
+    def __call__(self, arguments: Arguments, stream: int) -> None:
+        a = arguments
+        parameters = _COMBINE.pack(
+            self.divided(a.workspace),
+            a.out,
+            a.lse,
+            a.attention_sinks,
+            a.bmm2_scale_pointer,
+            self._strides,
+            a.bmm2_scale,
+            self._shape,
+        )
+        # It waits for the attention kernel itself, and whatever comes after it for both.
+        launch(self._plan, parameters, stream, pdl=True)
+
+
+def _check_abi(kernel: Loaded, abi: str, parameter_bytes: int) -> None:
+    if kernel.row.abi != abi:
+        raise TableError(f"{kernel.row.name} has parameter layout {kernel.row.abi}; expected {abi}")
+    if kernel.facts.parameter_bytes != parameter_bytes:
+        raise TableError(
+            f"{kernel.row.name} takes {kernel.facts.parameter_bytes} bytes of parameters; "
+            f"{abi} has {parameter_bytes}"
+        )
 
 
 prepare = FmhaSm90Call

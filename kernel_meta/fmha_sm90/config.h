@@ -20,10 +20,9 @@ constexpr int kStagesK = STAGES_K;
 constexpr int kStagesV = STAGES_V;
 constexpr int kBlocksPerSM = BLOCKS_PER_SM;
 
-// Few query rows and long keys: a tile holds the rows of all heads that share a kv head, and its keys are divided
-// among blocks that leave partial results.
+// Few query rows and long keys: the keys of a tile may be divided among blocks that leave partial results.
 constexpr bool kSplit = SCHEDULER == Scheduler::split;
-static_assert(!kSplit || (kTileQ == 64 && kMask != MaskType::sliding), "see split.cuh");
+static_assert(!kSplit || kMask != MaskType::sliding, "a window leaves few keys to divide");
 
 static_assert(DTYPE_K == kDType && DTYPE_V == kDType && DTYPE_O == kDType, "this kernel has one dtype throughout");
 
@@ -42,9 +41,12 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 
 static_assert(kTileKV % 16 == 0 && kTileKV * kRowBytes % 1024 == 0, "a chunk of K or V starts on a swizzle atom");
 
-// Q in registers frees its shared memory for the output. It does not fit beside 128 accumulators of O, nor into the
-// registers of one block of several.
-constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1;
+// Chunks that one copy of Q moves. Rows that do not fill a chunk's 64 (split only) would shift the next chunk.
+constexpr int kQueryBoxChunks = kSplit ? 1 : kChunksQK;
+
+// Q in registers halves what a product reads from shared memory, and frees Q's for the output. It does not fit beside
+// 128 accumulators of O, nor into the registers of one block of several; and 48 registers of it leave none for parts.
+constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1 && (!kSplit || kHeadDimQK <= 128);
 
 // A multiprocessor has 65,536 registers; setmaxnreg takes multiples of 8. With 48 registers of Q two consumers need
 // the last eight, and the scheduler warp spills a little instead, off every critical path.

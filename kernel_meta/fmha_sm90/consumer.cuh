@@ -10,11 +10,10 @@
 #include "common/ptx/grid.cuh"
 #include "epilogue.cuh"
 #include "mask.cuh"
-#include "split.cuh"
 
 namespace fmha {
 
-constexpr bool kSeamless = !kSplit;
+constexpr bool kSeamless = kConsumers == 2;
 constexpr bool kTakesTurns = kConsumers == 2;
 constexpr int kTurnBarrier = 1;         // + warpgroup: it may issue its products
 constexpr int kWarpgroupBarrier = 3;    // + warpgroup: its 128 threads
@@ -37,10 +36,11 @@ class Consumer {
     if (kTakesTurns && warpgroup_ == 1) pass_turn();
     for (Ring<kTileSlots> slot;; slot.advance()) {
       ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
-      const Tile tile = read_tile(s.tiles[slot.stage]);
-      arrive(s.tile_empty[slot.stage]);
+      const Tile& shared = s.tiles[slot.stage];
+      const Tile tile = read_tile(shared);
       if (tile.work == 0) break;
-      process(tile);
+      process(tile, shared);
+      arrive(s.tile_empty[slot.stage]);
     }
     flush_pending();
     if constexpr (kQInRegisters) dismiss_store_warp();
@@ -50,25 +50,23 @@ class Consumer {
  private:
   // What steers control flow goes through a shuffle: the compiler then knows that the warp does not diverge and
   // keeps stage indices and descriptors in uniform registers.
-  static __device__ __forceinline__ Tile read_tile(const Tile& shared) {
-    const int4 extent = reinterpret_cast<const int4*>(&shared)[0];
-    const int4 position = reinterpret_cast<const int4*>(&shared)[1];
+  // What steers the tile's loop; the rest stays in the slot, since registers are scarce. Only the lane that gives the
+  // slot back reads it.
+  __device__ __forceinline__ Tile read_tile(const Tile& shared) const {
     Tile tile{};
-    tile.q_block = __shfl_sync(~0u, extent.x, 0);
-    tile.q_len = __shfl_sync(~0u, extent.y, 0);
-    tile.kv_len = __shfl_sync(~0u, extent.z, 0);
-    tile.work = __shfl_sync(~0u, extent.w, 0);
-    tile.head = position.x;
-    tile.q_start = position.y;
-    if constexpr (kSplit) tile.slot = __shfl_sync(~0u, position.w, 0);
+    if (lane_ == 0) tile = shared;
+    for (int* field : {&tile.q_block, &tile.q_len, &tile.kv_len, &tile.work}) *field = shuffled(*field);
+    if constexpr (kSplit) {
+      for (int* field : {&tile.part, &tile.blocks_per_part}) *field = shuffled(*field);
+    }
     return tile;
   }
 
-  __device__ __forceinline__ void process(const Tile& tile) {
+  __device__ __forceinline__ void process(const Tile& tile, const Tile& shared) {
     const int tokens = tile_tokens(params_);
-    const int first_token = tile.q_block * tokens + warpgroup_ * kWarpgroupRows;
+    const int first_token = tile.q_block * tokens + warpgroup_ * params_.tile_tokens;
     const BlockRange shared_blocks = block_range(tile, tile.q_block * tokens, tokens, params_);
-    const BlockRange blocks = block_range(tile, first_token, min(kWarpgroupRows, tokens), params_);
+    const BlockRange blocks = block_range(tile, first_token, params_.tile_tokens, params_);
 
     // Blocks that only the other warpgroup's rows see: later ones are skipped; earlier ones (of a sliding window) are
     // at most one, and are computed, masked.
@@ -77,13 +75,14 @@ class Consumer {
     for (int block = shared_blocks.end - 1; block >= max(blocks.end, last); --block) skip_block();
     if (blocks.empty()) {
       flush_pending();
-      if (first_token < tile.q_len) finish_without_keys(tile, first_token);
+      if (first_token < tile.q_len) finish_without_keys(shared, first_token);
       return;
     }
 
     wait_for_query();
     // The store warp takes whole tiles only: the rows behind a sequence's end are the next sequence's.
-    const bool staged = kQInRegisters && pending_ && shuffled(mine().token) + kWarpgroupRows <= shuffled(mine().q_len);
+    const bool staged =
+        kQInRegisters && !kSplit && pending_ && shuffled(mine().token) + params_.tile_tokens <= shuffled(mine().q_len);
     if (kQInRegisters && !staged) release_query();
 
     const Mask mask(tile, Rows(first_token, tile.q_len, params_), params_.window_left);
@@ -93,7 +92,7 @@ class Consumer {
     } else {
       first_step<false>(mask, block, last, staged);
     }
-    remember(tile, first_token);
+    remember(shared, first_token);
     clear(o_);
     for (--block; block >= max(blocks.full_end, last); --block) step<true>(mask, block, last, tile.kv_len);
     if constexpr (kMask == MaskType::sliding) {
@@ -312,19 +311,15 @@ class Consumer {
 
   // ---- finished tiles
 
-  __device__ __forceinline__ void remember(const Tile& tile, int first_token) {
+  __device__ __forceinline__ void remember(const Tile& shared, int first_token) {
     __syncwarp();
     if (lane_ == 0) {
       PendingTile& pending = mine();
       pending.token = first_token;
-      pending.q_start = tile.q_start;
-      pending.q_len = tile.q_len;
-      pending.head = tile.head;
-      if constexpr (kSplit) {
-        pending.slot = tile.slot;
-        pending.part = tile.work - 1;
-        pending.parts = ceil_div(ceil_div(tile.kv_len, kTileKV), params_.blocks_per_split);
-      }
+      pending.q_start = shared.q_start;
+      pending.q_len = shared.q_len;
+      pending.head = shared.head;
+      if constexpr (kSplit) pending.slot = shared.parts > 1 ? shared.first_slot + shared.part : -1;
     }
     __syncwarp();
   }
@@ -336,9 +331,8 @@ class Consumer {
     for (int r = 0; r < kRowsPerThread; ++r) softmax.l[r] = quad_sum(softmax.l[r]);
     if constexpr (kSplit) {
       if (tile.slot >= 0) {
-        store_partial(params_, tile, rows, o_, softmax);
-        if (!arrive_last(params_, tile, storage().arrival, kWarpgroupBarrier + warpgroup_)) return;
-        combine(params_, tile, rows, o_, softmax);
+        store_part(params_, tile.slot * kTileQ + warpgroup_ * kWarpgroupRows, rows, o_, softmax);
+        return;
       }
     }
     float factor[kRowsPerThread], lse[kRowsPerThread];
@@ -346,7 +340,7 @@ class Consumer {
     for (int r = 0; r < kRowsPerThread; ++r) {
       const float* sinks = params_.attention_sinks;
       const float* sink = sinks == nullptr || !rows.valid[r] ? nullptr : sinks + tile.head + rows.head[r];
-      const RowResult result = finish_row(softmax.m[r], softmax.l[r], softmax.scale, sink);
+      const RowResult result = finish_row(softmax.scale * softmax.m[r], softmax.l[r], sink);
       factor[r] = result.factor * bmm2_scale_;
       lse[r] = result.lse;
     }
@@ -361,8 +355,8 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void finish_without_keys(const Tile& tile, int first_token) {
-    remember(tile, first_token);
+  __device__ __forceinline__ void finish_without_keys(const Tile& shared, int first_token) {
+    remember(shared, first_token);
     clear(o_);
     softmax_.clear();
     finish_tile(softmax_, false);

@@ -2,6 +2,7 @@
 #pragma once
 #include "common/ptx/matrix.cuh"
 #include "params.h"
+#include "row_result.cuh"
 #include "softmax.cuh"
 #include "storage.cuh"
 
@@ -12,26 +13,6 @@ using Output = float[kHeadDimV / 2];
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   if constexpr (kDType == DType::bf16) return ptx::pack_bf16x2(low, high);
   return ptx::pack_fp16x2(low, high);
-}
-
-struct RowResult {
-  float factor;  // what the accumulated row has to be multiplied by
-  float lse;     // base 2
-};
-
-// `l` is the row's whole sum. A row that saw no key has l = 0: out 0, lse -inf, sink or not. The sink, a logit
-// without a value row, may exceed every other one by any amount, so it takes part in the maximum.
-__device__ __forceinline__ RowResult finish_row(float m, float l, float scale, const float* sink) {
-  if (l == 0.f) return {0.f, -kInfinity};
-  float top = scale * m, weight = 1.f, sum = l;
-  if (sink != nullptr) {
-    const float sink_log2 = *sink * kLog2E;
-    const float reference = top;
-    top = fmaxf(reference, sink_log2);
-    weight = ptx::exp2_approx(reference - top);
-    sum = l * weight + ptx::exp2_approx(sink_log2 - top);
-  }
-  return {weight / sum, top + ptx::log2_approx(sum)};
 }
 
 // Thread c of a quad passes word c of four rows of four; afterwards it holds row c. Turns a thread's 4-byte pieces of
@@ -95,6 +76,21 @@ __device__ __forceinline__ void store_lse(const Params& params, const PendingTil
     if (!rows.valid[r]) continue;
     params.lse[(tile.q_start + rows.token[r]) * params.lse_stride_token +
                (tile.head + rows.head[r]) * params.lse_stride_head] = lse[r];
+  }
+}
+
+// Split: a part's rows for combine.cu. `first_row`: of the warpgroup's, counted over all slots.
+__device__ __forceinline__ void store_part(const Params& params, int first_row, const Rows& rows, const Output& o,
+                                           const Softmax& softmax) {
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    if (!rows.valid[r]) continue;
+    const int64_t row = first_row + rows.row[r];
+    const int quad_lane = threadIdx.x & 3;
+    float2* sums = reinterpret_cast<float2*>(params.divided.sums + row * kHeadDimV) + quad_lane;
+#pragma unroll
+    for (int j = 0; j < kHeadDimV / 8; ++j) sums[4 * j] = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
+    if (quad_lane == 0) params.divided.statistics[row] = make_float2(softmax.scale * softmax.m[r], softmax.l[r]);
   }
 }
 

@@ -1,18 +1,19 @@
-// The kernel's one argument, ABI "fmha_sm90/1". cubin_runtime/families/fmha_sm90.py packs it, field by field.
+// The kernel's one argument, ABI "fmha_sm90/2". cubin_runtime/families/fmha_sm90.py packs it, field by field.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 #include "common/ptx/tma.cuh"
+#include "parts.h"
 
 namespace fmha {
 
 struct Params {
   // (64 elements, tokens, heads, head_dim / 64), 128-byte swizzle.
-  ptx::TensorMap query_map;  // box (64, 64, 1, head_dim / 64); split: (64, tile_tokens, tile_heads, 1)
+  ptx::TensorMap query_map;  // box (64, tile_tokens, tile_heads, kQueryBoxChunks)
   ptx::TensorMap key_map;    // box (64, kTileKV, 1, head_dim / 64)
   ptx::TensorMap value_map;  // box (64, kTileKV, 1, head_dim / 64)
-  ptx::TensorMap out_map;    // box (64, 64, 1, head_dim / 64)
+  ptx::TensorMap out_map;    // box (64, tile_tokens, tile_heads, head_dim / 64); not for the split scheduler
 
   void* out;                         // [total_q, num_heads_q, head_dim_v]
   float* lse;                        // [total_q, num_heads_q] or null
@@ -22,8 +23,7 @@ struct Params {
   const float* bmm1_scale_pointer;   // one float, or null: bmm1_scale holds
   const float* bmm2_scale_pointer;   // one float, or null: bmm2_scale holds
   unsigned long long* tile_counter;  // in the workspace, contents undefined on entry
-  unsigned long long* arrivals;      // split: one counter per slot, contents undefined on entry
-  float* partials;                   // split: [slots][kPartialFloats]
+  DividedKeys divided;               // split: where parts leave their results; unused where no tile is divided
 
   int64_t out_stride_token;  // elements
   int64_t out_stride_head;
@@ -40,17 +40,16 @@ struct Params {
   float bmm1_scale;
   float bmm2_scale;
 
-  // Split: how the rows of one kv head are packed, and how the keys of a sequence are divided. A sequence longer than
-  // the maxima, which has no slots, is not divided.
-  int32_t tile_tokens;       // tokens of a tile; tile_tokens * tile_heads <= 64
-  int32_t tile_heads;        // heads of a tile, a divisor of heads_per_kv_head
-  int32_t blocks_per_split;  // key blocks of one part
-  int32_t max_splits;        // parts of the longest sequence
-  int32_t max_q_blocks;      // tiles along the tokens of the longest sequence
+  // The 64 rows of a consumer are those of some tokens in some heads that share a kv head: row
+  // head * tile_tokens + token. Without the split scheduler they fill it: tile_tokens * tile_heads = 64.
+  int32_t tile_tokens;
+  int32_t tile_heads;  // a divisor of heads_per_kv_head
+
+  int32_t least_blocks_per_part;  // split: key blocks; 0: no tile is divided
 };
 
-static_assert(offsetof(Params, out) == 512 && offsetof(Params, out_stride_token) == 592 &&
-                  offsetof(Params, launch_tag) == 624 && offsetof(Params, tile_tokens) == 660 && sizeof(Params) == 704,
+static_assert(offsetof(Params, out) == 512 && offsetof(Params, out_stride_token) == 608 &&
+                  offsetof(Params, launch_tag) == 640 && offsetof(Params, tile_tokens) == 676 && sizeof(Params) == 704,
               "the layout is an ABI: a change needs a new name and a new packer");
 
 }  // namespace fmha

@@ -59,17 +59,20 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
 __device__ __forceinline__ void load_query(const Params& params, const Tile& tile, int consumer, int token,
                                            uint64_t policy) {
   Storage& s = storage();
-  const int row = tile.q_start + token;
-  if constexpr (kSplit) {
-    // Rows land as [head][token]. A chunk at a time: each starts on a swizzle atom, whatever the number of rows.
-    ptx::mbarrier_arrive_expect(s.q_full[consumer], params.tile_tokens * params.tile_heads * kRowBytes * kChunksQK);
-    for (int chunk = 0; chunk < kChunksQK; ++chunk) {
-      ptx::tma_load_4d(s.q[consumer][chunk], params.query_map, s.q_full[consumer], policy, 0, row, tile.head, chunk);
-    }
-  } else {
-    ptx::mbarrier_arrive_expect(s.q_full[consumer], kQBytes);
-    ptx::tma_load_4d(s.q[consumer], params.query_map, s.q_full[consumer], policy, 0, row, tile.head, 0);
+  // Rows land as [head][token].
+  ptx::mbarrier_arrive_expect(s.q_full[consumer], params.tile_tokens * params.tile_heads * kRowBytes * kChunksQK);
+  for (int chunk = 0; chunk < kChunksQK; chunk += kQueryBoxChunks) {
+    ptx::tma_load_4d(s.q[consumer][chunk], params.query_map, s.q_full[consumer], policy, 0, tile.q_start + token,
+                     tile.head, chunk);
   }
+}
+
+// For combine.cu.
+__device__ __forceinline__ void describe_part(const Params& params, const Tile& tile) {
+  if (tile.parts <= 1) return;
+  const int token = tile.q_block * tile_tokens(params);
+  params.divided.parts[tile.first_slot + tile.part] = {
+      tile.q_start + token, tile.q_len - token, tile.head, tile.first_slot, tile.part, tile.parts, {}};
 }
 
 // One warp.
@@ -88,14 +91,15 @@ __device__ __forceinline__ void schedule_and_load_queries(const Params& params) 
     if (leader) {
       ptx::mbarrier_wait(s.tile_empty[slot.stage], slot.parity ^ 1);
       s.tiles[slot.stage] = tile;
+      if constexpr (kSplit) describe_part(params, tile);
       ptx::mbarrier_arrive(s.tile_full[slot.stage]);
     }
     if (tile.work == 0) break;
     if (leader) {
 #pragma unroll
       for (int w = 0; w < kConsumers; ++w) {
-        const int token = tile.q_block * tile_tokens(params) + w * kWarpgroupRows;
-        if (block_range(tile, token, min(kWarpgroupRows, tile_tokens(params)), params).empty()) continue;
+        const int token = tile.q_block * tile_tokens(params) + w * params.tile_tokens;
+        if (block_range(tile, token, params.tile_tokens, params).empty()) continue;
         ptx::mbarrier_wait(s.q_empty[w], q_empty_parity[w]);
         q_empty_parity[w] ^= 1;
         load_query(params, tile, w, token, policy);

@@ -9,15 +9,13 @@
 // rescaling of O and no multiplications by a correction. Whether a row's m moves depends on that row alone: rows of
 // another sequence in the same tile cannot change a bit of this one's result.
 #pragma once
-#include "common/ptx/math.cuh"
 #include "config.h"
+#include "row_result.cuh"
 #include "rows.cuh"
 
 namespace fmha {
 
 constexpr float kSlack = 8.f;  // base-2 units
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kInfinity = __builtin_huge_valf();
 
 using Logits = float[kTileKV / 2];
 

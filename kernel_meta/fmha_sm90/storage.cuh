@@ -6,7 +6,7 @@
 
 namespace fmha {
 
-constexpr int kTileSlots = 2;
+constexpr int kTileSlots = 3;
 
 // A warpgroup's finished tile, for the warp that stores it.
 struct StoreRequest {
@@ -20,9 +20,7 @@ struct PendingTile {
   int q_start;
   int q_len;
   int head;
-  int slot;
-  int part;
-  int parts;
+  int slot;  // split: of its part; negative: the keys are not divided
 };
 
 struct alignas(1024) Storage {
@@ -42,7 +40,6 @@ struct alignas(1024) Storage {
   Tile tiles[kTileSlots];
   StoreRequest store[kConsumers];
   PendingTile pending[kConsumerWarps];
-  int arrival;  // split: the ticket that a consumer drew for its finished part
 };
 
 constexpr int kQBytes = sizeof(Storage::q) / kConsumers;

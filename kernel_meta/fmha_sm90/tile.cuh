@@ -5,23 +5,25 @@
 
 namespace fmha {
 
-// Rows of one sequence: kTileQ of one head, or packed ones of several (split). Two 16-byte words, so that a warp reads
-// it with two loads.
+// Rows of one sequence in heads that share a kv head.
 struct alignas(16) Tile {
   int q_block;  // tokens q_block * tile_tokens() ... of the sequence
   int q_len;
   int kv_len;
-  int work;  // 0: there is no more; else 1 + the part of the keys
-  int head;
+  int work;      // 0: there is no more
+  int head;      // the first
   int q_start;   // the sequence's first row in the query tensor
   int kv_start;  // ... in the key tensor
-  int slot;      // split: of its first part; negative where the keys are not divided
+  // Split: the tile's share of the keys. One part, without a slot, where they are not divided.
+  int part;
+  int parts;
+  int blocks_per_part;
+  int first_slot;  // of the tile's parts
+  int unused;
 };
 
-__device__ __forceinline__ int tile_tokens(const Params& params) {
-  if constexpr (kSplit) return params.tile_tokens;
-  return kTileQ;
-}
+// Of all consumers.
+__device__ __forceinline__ int tile_tokens(const Params& params) { return kConsumers * params.tile_tokens; }
 
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -54,10 +56,8 @@ __device__ __forceinline__ BlockRange block_range(const Tile& tile, int first, i
   range.full_end = key_end(tile, first) / kTileKV;
   range.full_begin = ceil_div(key_begin(tile, last, params.window_left), kTileKV);
   if constexpr (kSplit) {
-    if (tile.slot >= 0) {
-      range.begin = min((tile.work - 1) * params.blocks_per_split, range.end);
-      range.end = min(range.begin + params.blocks_per_split, range.end);
-    }
+    range.begin = min(tile.part * tile.blocks_per_part, range.end);
+    range.end = min(range.begin + tile.blocks_per_part, range.end);
   }
   return range;
 }

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kernel_meta.tables import all_steps
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
@@ -68,7 +70,8 @@ def make_runner(stub_folder: Path, folder: Path) -> Callable[..., StubRun]:
                      honoured
     fail             "cuLaunchKernelEx=719" fails every call of a function, "cuLaunchKernelEx=719:2" the first
                      two; several with commas. stub_fail(name, code, times) does the same from within
-    parameter_bytes  how much of the first kernel parameter a launch logs, as hex under "parameters"
+    parameter_bytes  how much of the first kernel parameter a launch logs, as hex under "parameters"; of a
+                     family's step, all of it
     env              further environment variables
     check            whether a process that fails, or that writes to stderr, fails the test
     """
@@ -90,6 +93,9 @@ def make_runner(stub_folder: Path, folder: Path) -> Callable[..., StubRun]:
             "CUDA_STUB_DEVICES": ",".join(devices),
             "CUDA_STUB_FAIL": fail,
             "CUDA_STUB_PARAMETER_BYTES": str(parameter_bytes),
+            "CUDA_STUB_PARAMETER_BYTES_OF": ",".join(
+                f"{step.name}:{step.resources.parameter_bytes}" for step in all_steps() if step.resources
+            ),
             "CUDA_STUB_LOG": str(log),
             "CUBIN_RUNTIME_OFFLINE": "1",
             "CUBIN_RUNTIME_CACHE_DIR": str(folder / "cache"),

@@ -337,6 +337,13 @@ CUresult cuLibraryUnload(uintptr_t library) {
   return result;
 }
 
+/* What CUDA_STUB_PARAMETER_BYTES_OF says of a kernel, "name:bytes,name:bytes"; 0 = nothing. */
+static int parameter_bytes_of(const char *kernel) {
+  const char *list = getenv("CUDA_STUB_PARAMETER_BYTES_OF");
+  const char *found = list ? strstr(list, kernel) : NULL;
+  return found && found[strlen(kernel)] == ':' ? atoi(found + strlen(kernel) + 1) : 0;
+}
+
 CUresult cuLibraryGetKernel(uintptr_t *kernel, uintptr_t library, const char *name) {
   CUresult result = refused(__func__);
   if (!result && (library < LIBRARY || library >= LIBRARY + library_count)) result = INVALID_HANDLE;
@@ -351,6 +358,7 @@ CUresult cuLibraryGetKernel(uintptr_t *kernel, uintptr_t library, const char *na
     if (i == kernel_count) {
       kernels[i].library = library;
       snprintf(kernels[i].name, sizeof kernels[i].name, "%s", name);
+      kernels[i].parameter_bytes = parameter_bytes_of(name);
       kernel_count++;
     }
     *kernel = KERNEL + i;

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cubin_runtime.request import DType
+from cubin_runtime.request import Capability, DType
 from kernel_meta.schema import Scheduler
-from kernel_meta.tables import find_row
+from kernel_meta.tables import find_row, find_step
 
-KERNEL_META = Path(__file__).parents[2] / "kernel_meta"
+SOURCES = Path(__file__).parents[2] / "kernel_meta" / "fmha_sm90"
 STREAM = 100  # + the device's ordinal
 
 SETUP = f"""
@@ -73,17 +73,19 @@ CALLS = {
     "131072 queries": "[131072], [131072], heads=(128, 128)",
 }
 
+COMBINE = find_step("fmha_sm90", "combine", Capability(9, 0))
 MAPS = ("query_map", "key_map", "value_map", "out_map")
-DIVISION = ("tile_tokens", "tile_heads", "blocks_per_split", "max_splits", "max_q_blocks")
+DIVISION = ("parts", "count", "sums", "statistics", "tile_tokens", "tile_heads", "least_blocks_per_part")
 SLIDING = {"sliding": 100, "window that hides one key": 398}
 
 
 class Launch(NamedTuple):
-    """One call: its arguments by name, the launch as the stub logged it, and the maps encoded for it."""
+    """One call: its arguments by name, the launches as the stub logged them, and the maps encoded for it."""
 
     arguments: dict[str, Any]
     call: dict[str, Any]
     maps: list[dict[str, Any]]
+    combine: dict[str, Any] | None = None
 
     @property
     def parameters(self) -> bytes:
@@ -119,9 +121,12 @@ print(json.dumps({{name: {{n: describe(v) for n, v in call.items()}} for name, c
     found = {}
     maps: list[dict[str, Any]] = []
     names = iter(CALLS)
+    name = ""
     for call in run.named("cuTensorMapEncodeTiled", "cuLaunchKernelEx"):
         if call["call"] == "cuTensorMapEncodeTiled":
             maps.append(call)
+        elif call["kernel"] == COMBINE.name:
+            found[name] = found[name]._replace(combine=call)
         else:
             name = next(names)
             found[name] = Launch(arguments[name], call, maps)
@@ -135,31 +140,43 @@ print(json.dumps({{name: {{n: describe(v) for n, v in call.items()}} for name, c
 _TYPES = {"int64_t": "q", "int32_t": "i", "uint32_t": "I", "float": "f", "ptx::TensorMap": "128s"}
 
 
-def _params() -> tuple[dict[str, tuple[int, str]], int]:
-    """Offset and format of every field of struct Params, and its size, by the layout rules of C++."""
-    header = (KERNEL_META / "fmha_sm90" / "params.h").read_text()
-    match = re.search(r"struct Params \{(.*?)\n\};", header, re.DOTALL)
+def _members(file: str, name: str) -> list[tuple[str, str]]:
+    """(type, name) of the members of a struct, those of DividedKeys in its place."""
+    match = re.search(rf"struct {name} \{{(.*?)\n\}};", (SOURCES / file).read_text(), re.DOTALL)
     assert match
+    members = []
+    for kind, member in re.findall(r"^\s*([\w:][\w: ]*\*?) (\w+);", match[1], re.MULTILINE):
+        members += _members("parts.h", kind) if kind == "DividedKeys" else [(kind, member)]
+    return members
+
+
+def _layout(file: str, name: str) -> tuple[dict[str, tuple[int, str]], int]:
+    """Offset and format of every member of a struct, and its size, by the layout rules of C++."""
     fields = {}
-    offset = 0
-    for kind, name in re.findall(r"^\s*([\w:][\w: ]*\*?) (\w+);", match[1], re.MULTILINE):
+    offset = strictest = 0
+    for kind, member in _members(file, name):
         form = "Q" if kind.endswith("*") else _TYPES[kind]
         size = struct.calcsize(f"<{form}")
         alignment = 64 if form == "128s" else size
+        strictest = max(strictest, alignment)
         offset = -(-offset // alignment) * alignment
-        fields[name] = (offset, form)
+        fields[member] = (offset, form)
         offset += size
-    return fields, -(-offset // 64) * 64
+    return fields, -(-offset // strictest) * strictest
 
 
-def _decode(parameters: bytes) -> dict[str, Any]:
-    fields, _ = _params()
+def _params() -> tuple[dict[str, tuple[int, str]], int]:
+    return _layout("params.h", "Params")
+
+
+def _decode(parameters: bytes, file: str = "params.h", name: str = "Params") -> dict[str, Any]:
+    fields, _ = _layout(file, name)
     return {name: struct.unpack_from(f"<{form}", parameters, at)[0] for name, (at, form) in fields.items()}
 
 
 def test_the_header_has_the_offsets_that_it_asserts() -> None:
     fields, size = _params()
-    header = (KERNEL_META / "fmha_sm90" / "params.h").read_text()
+    header = (SOURCES / "params.h").read_text()
     asserted = re.findall(r"offsetof\(Params, (\w+)\) == (\d+)", header)
     assert len(asserted) > 2
     assert [(name, str(fields[name][0])) for name, _ in asserted] == asserted
@@ -173,7 +190,7 @@ def test_every_byte_of_the_parameters(launches: dict[str, Launch], name: str) ->
     given = _decode(launch.parameters)
     tag = given.pop("launch_tag")
     assert 0 < tag < 2**32
-    for field in (*MAPS, *DIVISION, "arrivals", "partials"):
+    for field in (*MAPS, *DIVISION):
         given.pop(field)  # see the tests below
     sinks, lse, out = a.get("attention_sinks"), a["lse"], a["out"]
     scales = {scale: a[scale] for scale in ("bmm1_scale", "bmm2_scale")}
@@ -214,9 +231,11 @@ def test_tensor_maps(launches: dict[str, Launch], name: str) -> None:
         tensor = launch.arguments[operand]
         tokens, heads, head_dim = tensor["shape"]
         token_stride, head_stride, _ = (2 * stride for stride in tensor["strides"])
-        box = [row.tile_kv if operand in ("key", "value") else 64, 1, head_dim // 64]
+        box = [row.tile_kv, 1, head_dim // 64]
+        if operand in ("query", "out"):
+            box = [given["tile_tokens"], given["tile_heads"], head_dim // 64]
         if operand == "query" and row.scheduler is Scheduler.SPLIT:
-            box = [given["tile_tokens"], given["tile_heads"], 1]
+            box[2] = 1
         encoded = launch.maps[number]
         assert encoded["address"] == (tensor["address"] or launch.arguments["workspace_buffer"]["address"])
         assert encoded["dims"] == [64, max(tokens, 1), heads, head_dim // 64]
@@ -266,41 +285,59 @@ def test_dtype_and_head_dims_of_the_kernel(launches: dict[str, Launch], name: st
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_packing_of_the_rows(launches: dict[str, Launch], name: str) -> None:
+    """A consumer's 64 rows: of heads that share keys, and without the split scheduler no row unused."""
+    row, given = find_row(launches[name].call["kernel"]), _decode(launches[name].parameters)
+    rows = given["tile_tokens"] * given["tile_heads"]
+    assert given["heads_per_kv_head"] % given["tile_heads"] == 0
+    assert rows + given["tile_heads"] > 64 >= rows
+    assert rows == 64 or row.scheduler is Scheduler.SPLIT
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_division_of_the_keys(launches: dict[str, Launch], name: str) -> None:
-    """What a split kernel counts on, and where in the workspace its areas lie."""
+    """Where keys may be divided, parts have their places in the workspace, and a launch combines them."""
     launch = launches[name]
     a, row, given = launch.arguments, find_row(launch.call["kernel"]), _decode(launch.parameters)
-    slots = 0
-    if row.scheduler is Scheduler.SPLIT:
-        key_blocks = max(1, -(-a["max_kv_len"] // row.tile_kv))
-        assert given["tile_tokens"] * given["tile_heads"] <= row.tile_q
-        assert given["heads_per_kv_head"] % given["tile_heads"] == 0
-        assert given["max_q_blocks"] * given["tile_tokens"] >= a["max_q_len"]
-        assert given["max_splits"] == -(-key_blocks // given["blocks_per_split"])
-        slots = _parts(launch) if given["max_splits"] > 1 else 0
-    assert given["arrivals"] >= given["tile_counter"] + 8
-    assert given["partials"] >= given["arrivals"] + 8 * slots
-    assert given["arrivals"] % 16 == given["partials"] % 16 == 0
-    # split.cuh: half of a row's output and two rows' maximum and sum for each of 128 threads.
-    needed = given["partials"] + slots * 4 * 128 * (row.head_dim_v // 2 + 4) - given["tile_counter"]
-    assert needed <= a["workspace_buffer"]["shape"][0]
+    divided = row.scheduler is Scheduler.SPLIT and a["max_kv_len"] > 2048
+    assert (given["least_blocks_per_part"] > 0, launch.combine is not None) == (divided, divided)
+    if launch.combine is None:
+        assert [given[area] for area in ("parts", "count", "sums", "statistics")] == [0] * 4
+        return
+    slots = launch.combine["grid"][0]
+    assert slots >= launch.call["grid"][0]
+    end = a["workspace_buffer"]["address"] + a["workspace_buffer"]["shape"][0]
+    sizes = {
+        "tile_counter": 8,
+        "parts": 32 * slots,
+        "count": 4,
+        "sums": 4 * slots * row.tile_q * row.head_dim_v,
+        "statistics": 8 * slots * row.tile_q,
+    }
+    for (area, size), behind in zip(sizes.items(), [*list(sizes)[1:], None], strict=True):
+        assert given[area] % 16 == 0
+        assert given[area] + size <= (end if behind is None else given[behind])
+
+
+@pytest.mark.parametrize("name", ["few rows, long keys", "few rows, uneven groups", "few rows, dense"])
+def test_every_byte_of_what_combines(launches: dict[str, Launch], name: str) -> None:
+    launch = launches[name]
+    assert launch.combine is not None
+    given, row = _decode(launch.parameters), find_row(launch.call["kernel"])
+    combine = _decode(bytes.fromhex(launch.combine["parameters"]), "combine.cu", "CombineParams")
+    own = {"head_dim_v": row.head_dim_v, "out_is_fp16": row.dtype_o is DType.FP16, "tile_rows": row.tile_q}
+    assert combine == {field: given[field] for field in combine if field not in own} | own
+    assert COMBINE.resources is not None
+    assert COMBINE.resources.parameter_bytes == _layout("combine.cu", "CombineParams")[1]
+    assert launch.combine["block"] == [COMBINE.resources.threads, 1, 1]
+    assert (launch.combine["stream"], launch.combine["pdl"]) == (STREAM, True)
 
 
 def test_few_rows_get_a_split_kernel_that_fills_the_device(launches: dict[str, Launch]) -> None:
     launch = launches["few rows, long keys"]
-    given = _decode(launch.parameters)
     assert "_split" in launch.call["kernel"]
-    assert (given["tile_heads"], given["max_q_blocks"]) == (16, 1)
-    assert 132 < launch.call["grid"][0] <= 264
-    assert given["max_splits"] == launch.call["grid"][0]
-
-
-def _parts(launch: Launch) -> int:
-    """Parts of all tiles of a split kernel, were every sequence as long as the longest."""
-    given = _decode(launch.parameters)
-    heads = given["num_heads_q"] // given["tile_heads"]
-    parts: int = given["batch_size"] * given["max_q_blocks"] * heads * given["max_splits"]
-    return parts
+    assert _decode(launch.parameters)["tile_heads"] == 16
+    assert launch.call["grid"] == [132, 1, 1]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -308,11 +345,12 @@ def test_grid_block_memory_and_stream(launches: dict[str, Launch], name: str) ->
     launch = launches[name]
     row = find_row(launch.call["kernel"])
     tokens, heads, _ = launch.arguments["query"]["shape"]
-    if row.scheduler is Scheduler.SPLIT:
-        most_tiles = _parts(launch)
-    else:
-        most_tiles = heads * min(tokens, -(-tokens // row.tile_q) + launch.arguments["batch_size"])
-    assert launch.call["grid"] == [min(132 * row.blocks_per_sm, most_tiles), 1, 1]
+    given = _decode(launch.parameters)
+    tile_tokens = row.tile_q // 64 * given["tile_tokens"]
+    most = heads // given["tile_heads"] * min(tokens, tokens // tile_tokens + launch.arguments["batch_size"])
+    if given["least_blocks_per_part"]:
+        most *= -(-launch.arguments["max_kv_len"] // row.tile_kv) // given["least_blocks_per_part"]
+    assert launch.call["grid"] == [min(132 * row.blocks_per_sm, most), 1, 1]
     assert row.resources is not None
     assert launch.call["block"] == [row.resources.threads, 1, 1]
     assert launch.call["shared"] == row.resources.shared_memory
@@ -380,12 +418,14 @@ for n in range(1, 11):
     (prepared,) = [p for p in attention._prepared.values() if p.problem.batch_size == 2]
     assert 1 <= len(prepared._query) <= 3 and len(prepared._key) == 1
     assert n << 20 in prepared._query
+many_heads = (128, 128)
+attend(**cuda_call([300, 20, 7], [500, 20, 7], heads=many_heads))
 selections = attention._choose.cache_info().misses
-attend(**cuda_call([301, 20, 7], [500, 20, 7]))
+attend(**cuda_call([301, 20, 7], [500, 20, 7], heads=many_heads))
 assert attention._choose.cache_info().misses == selections  # other lengths are no other request
 """
     )
-    assert len(run.named("cuLaunchKernelEx")) == 21
+    assert len(run.named("cuLaunchKernelEx")) == 22
     queries = [call["address"] for call in run.named("cuTensorMapEncodeTiled") if call["address"] < 1 << 40]
     assert queries == [n << 20 for n in range(1, 11)]
 

@@ -14,7 +14,7 @@ from cubin_runtime.reference import ragged_attention_reference
 
 HEAD_DIMS = [(192, 128), (128, 128), (256, 256)]
 DTYPES = [torch.bfloat16, torch.float16]
-# So many that even one row of each fills more than half of the device, and with few: see selection.few_rows.
+# So many that even one row of each fills more than half of the device, and with few: see few_rows.py.
 MANY_HEADS = 72
 FEW_AND_MANY_HEADS = [4, MANY_HEADS]
 MASKS: dict[str, dict[str, Any]] = {

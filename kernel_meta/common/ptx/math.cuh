@@ -18,6 +18,13 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+// 1 / x, 1 ulp.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two floats rounded to nearest even and packed, `low` in the low half.
 __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   uint32_t packed;

@@ -1,0 +1,59 @@
+"""The rule that sends calls with few query rows to kernels that divide the keys among blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cubin_runtime.request import KernelRequest
+
+DEFAULT_SM_COUNT = 132
+
+_SMALL_TILE = 64
+_LARGE_TILE = 128
+# Up to so many keys, reading them again for every small tile costs less than idle multiprocessors.
+_FEW_KEYS = 2048
+
+
+class FewRows(NamedTuple):
+    """The tile that suits a call, and why."""
+
+    tile_q: int
+    reason: str
+
+
+def few_rows(request: KernelRequest) -> FewRows | None:
+    """The split tile for the request; None = it has many query rows, or does not say how many.
+
+    The rows of all heads that share a kv head are packed into tiles. A split kernel is taken where tiles of
+    128 leave multiprocessors idle; one with tiles of 64 where even those leave some idle and the keys are
+    few, so that there is nothing to divide and nothing but the number of tiles decides.
+    """
+    if request.batch_size is None or request.max_q_len is None:
+        return None
+    sm_count = request.sm_count or DEFAULT_SM_COUNT
+    small, large = _tiles(request, _SMALL_TILE), _tiles(request, _LARGE_TILE)
+    if large > sm_count:
+        return None
+    if small <= sm_count and request.max_kv_len is not None and request.max_kv_len <= _FEW_KEYS:
+        tile_q, tiles = _SMALL_TILE, small
+    else:
+        tile_q, tiles = _LARGE_TILE, large
+    noun = f"{tile_q}-row tile" if tiles == 1 else f"{tile_q}-row tiles"
+    return FewRows(tile_q, f"no more than {tiles} {noun} for {sm_count} multiprocessors")
+
+
+def packed_heads(group: int) -> int:
+    """How many of the `group` heads that share a kv head lie in one tile of a split kernel."""
+    return max(n for n in range(1, _SMALL_TILE + 1) if group % n == 0)
+
+
+def _tiles(request: KernelRequest, tile_q: int) -> int:
+    """At most so many tiles."""
+    assert request.batch_size is not None
+    assert request.max_q_len is not None
+    packed = packed_heads(request.num_heads_q // request.num_heads_kv)
+    tokens = tile_q // _SMALL_TILE * (_SMALL_TILE // packed)
+    most = request.batch_size * -(-request.max_q_len // tokens)
+    if request.total_q is not None:
+        most = min(most, request.total_q // tokens + request.batch_size)
+    return most * (request.num_heads_q // packed)

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from cubin_runtime import strict_yaml
-from cubin_runtime.errors import InvalidArgumentError, TableError
+from cubin_runtime.errors import InvalidArgumentError, TableError, UnsupportedError
+from cubin_runtime.request import Capability
 from kernel_meta.schema import KernelRow, Step
 
 TABLES_DIR = Path(__file__).parent
@@ -72,6 +73,18 @@ def find_row(name: str) -> KernelRow:
         hint = f"closest: {', '.join(close)}" if close else f"{len(rows)} kernels exist"
         raise InvalidArgumentError(f"no kernel is called {name!r}; {hint}")
     return rows[name]
+
+
+def find_step(family: str, step: str, capability: Capability) -> Step:
+    """A family's step of that name for a device; raises UnsupportedError naming those it is built for."""
+    found = [each for each in all_steps() if (each.family, each.step) == (family, step)]
+    for each in found:
+        if each.architecture.runs_on(capability):
+            return each
+    built = ", ".join(each.arch for each in found) or "nothing"
+    raise UnsupportedError(
+        f"{family} has no kernel {step!r} for compute capability {capability}; it is built for {built}"
+    )
 
 
 def load_table(path: Path) -> tuple[KernelRow, ...]:

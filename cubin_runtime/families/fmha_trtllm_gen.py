@@ -20,11 +20,11 @@ from cubin_runtime.families import Arguments, Problem, TensorLayout
 from cubin_runtime.families.packing import StructLayout, fast_divisor, load_layout
 from cubin_runtime.launch import LaunchPlan, launch
 from cubin_runtime.module import DeviceInfo, Loaded, LoadedKernel, load_step
-from cubin_runtime.request import Capability, DType, MaskType
+from cubin_runtime.request import DType, MaskType
 from cubin_runtime.tensormap import TiledMap
 from cubin_runtime.workspace import ALIGNMENT, WorkspaceLayout
-from kernel_meta.schema import KernelRow, Step
-from kernel_meta.tables import all_steps
+from kernel_meta.schema import KernelRow
+from kernel_meta.tables import find_step
 
 FAMILY = "fmha_trtllm_gen"
 
@@ -364,16 +364,8 @@ def _is_contiguous(layout: TensorLayout) -> bool:
 # ---- what is small
 
 
-def find_step(name: str, capability: Capability) -> Step:
-    """The family's step of that name for a device."""
-    for step in all_steps():
-        if (step.family, step.step) == (FAMILY, name) and step.architecture.runs_on(capability):
-            return step
-    raise TableError(f"{FAMILY} has no step {name!r} for compute capability {capability}")
-
-
 def _load_step(name: str, device: DeviceInfo) -> Loaded:
-    return load_step(find_step(name, device.capability), device.ordinal)
+    return load_step(find_step(FAMILY, name, device.capability), device.ordinal)
 
 
 def _one_dimensional(kernel: Loaded, threads: int) -> LaunchPlan:

@@ -16,10 +16,11 @@ from golden.replay import RefusedError, prepare, run, seen
 from cubin_runtime import _driver, trtllm_ragged_attention_deepseek
 from cubin_runtime.arguments import Call
 from cubin_runtime.empty_rows import attend, split
-from cubin_runtime.families.fmha_trtllm_gen import LSE_PARAMETERS, SCALE_PARAMETERS, find_step
+from cubin_runtime.families.fmha_trtllm_gen import FAMILY, LSE_PARAMETERS, SCALE_PARAMETERS
 from cubin_runtime.launch import LaunchPlan, launch
 from cubin_runtime.module import Loaded, device_info, load_step
 from cubin_runtime.workspace import zero_once
+from kernel_meta.tables import find_step
 from tests.ragged_call import SIGNATURE
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +58,7 @@ def test_the_driver_takes_every_tensor_map_that_breaks_no_rule(device):
 
 
 def load(step: str) -> Loaded:
-    return load_step(find_step(step, device_info(0).capability), 0)
+    return load_step(find_step(FAMILY, step, device_info(0).capability), 0)
 
 
 def launch_lse(stats, lse, cum_seq_lens_q, total_q, heads):

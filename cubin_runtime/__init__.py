@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from cubin_runtime.planning import explain, make_request, warmup, workspace_size
+    from cubin_runtime.quantize import trtllm_sage_attention_quantize
     from cubin_runtime.request import KernelRequest
     from cubin_runtime.selection import Selection
 
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 # Where a public name lives; the rest are exceptions.
 _MODULE_OF = {
     "trtllm_ragged_attention_deepseek": "attention",
+    "trtllm_sage_attention_quantize": "quantize",
     "explain": "planning",
     "make_request": "planning",
     "warmup": "planning",
@@ -71,6 +73,7 @@ __all__ = [
     "explain",
     "make_request",
     "trtllm_ragged_attention_deepseek",
+    "trtllm_sage_attention_quantize",
     "warmup",
     "workspace_size",
 ]

@@ -1,5 +1,7 @@
 """The numerical contract in torch: what `backend="reference"` runs and every kernel is judged against.
 
+`ragged_attention_reference` is attention, `sage_quantize_reference` what makes 8-bit operands for it.
+
 Runs on CPU and GPU, in float32 or wider, in chunks of query rows and heads, so that tens of
 thousands of tokens fit in memory. It reads cum_seq_lens on the host, hence synchronises and cannot be
 captured in a CUDA graph.
@@ -11,6 +13,7 @@ set to -inf, like one that the mask hides; the softmax after that is the same fo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,7 +27,9 @@ SageScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
 
 _LOGITS_PER_CHUNK = 1 << 25
 _LOG2_E = math.log2(math.e)
-_E4M3_MAX = 448.0
+E4M3_MAX = 448.0
+INT8_RANGE = 126.9  # of Sage: rounding up does not leave int8
+_LEAST_AMAX = 1e-3
 
 
 @torch.no_grad()
@@ -87,6 +92,98 @@ def ragged_attention_reference(
             out[tokens_q],
             None if lse is None else lse[tokens_q],
         )
+
+
+@torch.no_grad()
+def sage_quantize_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    q_block_size: int = 1,
+    k_block_size: int = 16,
+    qk_quant_dtype: torch.dtype = torch.int8,
+    cum_seq_lens_q: torch.Tensor | None = None,
+    cum_seq_lens_kv: torch.Tensor | None = None,
+    smooth_k: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """What `trtllm_sage_attention_quantize` documents, with its arguments and results.
+
+    Arguments are taken as valid; the public call checks them.
+    """
+    cum_seq_lens_kv = cum_seq_lens_q if cum_seq_lens_kv is None else cum_seq_lens_kv
+    q_edges = _edges_of(cum_seq_lens_q, query)
+    kv_edges = _edges_of(cum_seq_lens_kv, key)
+    real = slice(kv_edges[0], kv_edges[-1])
+    mean = torch.zeros(key.shape[1:], device=key.device)
+    if smooth_k:
+        total = key[real].double().nan_to_num(0.0, 0.0, 0.0).sum(0)
+        mean = (total / max(_length(real), 1)).float()
+    q_quant, q_scale = sage_quantize_blocks(query, q_edges, q_block_size, qk_quant_dtype)
+    k_quant, k_scale = sage_quantize_blocks(key, kv_edges, k_block_size, qk_quant_dtype, mean)
+    v_quant, v_scale = _quantize_channels(value, real)
+    results = (q_quant, k_quant, v_quant, q_scale, k_scale, v_scale)
+    return (*results, mean) if smooth_k else results
+
+
+def sage_quantize_blocks(
+    tensor: torch.Tensor,
+    edges: list[int],
+    block: int,
+    dtype: torch.dtype,
+    mean: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`tensor - mean` in blocks of tokens that share a scale: the numbers, and scales [heads, columns].
+
+    Sequence b has the tokens edges[b] to edges[b + 1]; mean is float32 [heads, head_dim].
+    """
+    tokens, heads, head_dim = tensor.shape
+    # As a tensor: torch divides by a number on a GPU with a multiplication, which rounds otherwise.
+    top = torch.full((), INT8_RANGE if dtype == torch.int8 else E4M3_MAX, device=tensor.device)
+    quantized = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+    columns = -(-tokens // block) + max(len(edges) - 2, 0)
+    scales = torch.full((heads, columns), _LEAST_AMAX, device=tensor.device) / top
+    for number, (begin, end) in enumerate(itertools.pairwise(edges)):
+        length = end - begin
+        blocks = -(-length // block)
+        if not blocks:
+            continue
+        rows = tensor[begin:end].float()
+        if mean is not None:
+            rows = rows - mean
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, blocks * block - length))
+        rows = rows.view(blocks, block, heads, head_dim)
+        amax = rows.abs().amax((1, 3))
+        scale = torch.where(amax.isfinite(), amax.clamp(min=_LEAST_AMAX) / top, torch.nan)
+        inverse = (1 / scale)[:, None, :, None]
+        rows = torch.where(inverse.isnan(), 0.0, rows * inverse).view(-1, heads, head_dim)[:length]
+        quantized[begin:end] = _to_eight_bits(rows, dtype)
+        column = begin // block + number
+        scales[:, column : column + blocks] = scale.T
+    return quantized, scales
+
+
+def _quantize_channels(value: torch.Tensor, real: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 numbers, and scales [heads, head_dim] over the real tokens."""
+    rows = value[real].float()
+    finite = rows.abs().nan_to_num(0.0, 0.0, 0.0)
+    floor = torch.full((1, *value.shape[1:]), _LEAST_AMAX, device=value.device)
+    scale = torch.cat((finite, floor)).amax(0) / torch.full((), E4M3_MAX, device=value.device)
+    quantized = torch.zeros(value.shape, dtype=torch.float8_e4m3fn, device=value.device)
+    quantized[real] = _to_eight_bits(rows * (1 / scale), torch.float8_e4m3fn)
+    return quantized, scale
+
+
+def _to_eight_bits(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.int8:
+        return rows.round().to(dtype)
+    return rows.clamp(-E4M3_MAX, E4M3_MAX).to(dtype)
+
+
+def _edges_of(cum_seq_lens: torch.Tensor | None, tensor: torch.Tensor) -> list[int]:
+    """Where sequences begin, and the end of the last one."""
+    edges: list[int] = [0, tensor.shape[0]] if cum_seq_lens is None else cum_seq_lens.tolist()
+    return edges
 
 
 class _Problem(NamedTuple):
@@ -291,7 +388,7 @@ def _scale_of_tokens(scales: torch.Tensor, block: int, number: int, tokens: slic
 
 def _store(destination: torch.Tensor, result: torch.Tensor) -> None:
     if destination.dtype == torch.float8_e4m3fn:  # as cvt.satfinite; torch's conversion makes NaN
-        result = result.clamp(-_E4M3_MAX, _E4M3_MAX)
+        result = result.clamp(-E4M3_MAX, E4M3_MAX)
     destination.copy_(result)
 
 

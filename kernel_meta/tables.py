@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cubin_runtime import strict_yaml
-from cubin_runtime.errors import InvalidArgumentError, TableError
+from cubin_runtime.errors import InvalidArgumentError, TableError, UnsupportedError
 from cubin_runtime.request import Capability
 from kernel_meta.schema import KernelRow, Scheduler, Step
 
@@ -76,12 +76,16 @@ def find_row(name: str) -> KernelRow:
     return rows[name]
 
 
-def find_step(family: str, name: str, capability: Capability) -> Step:
-    """The step of a family for a device; raises TableError where there is none."""
-    for step in all_steps():
-        if (step.family, step.step) == (family, name) and step.architecture.runs_on(capability):
-            return step
-    raise TableError(f"{family} has no step {name!r} for compute capability {capability}")
+def find_step(family: str, step: str, capability: Capability) -> Step:
+    """A family's step of that name for a device; raises UnsupportedError naming those it is built for."""
+    found = [each for each in all_steps() if (each.family, each.step) == (family, step)]
+    for each in found:
+        if each.architecture.runs_on(capability):
+            return each
+    built = ", ".join(each.arch for each in found) or "nothing"
+    raise UnsupportedError(
+        f"{family} has no kernel {step!r} for compute capability {capability}; it is built for {built}"
+    )
 
 
 def load_table(path: Path) -> tuple[KernelRow, ...]:

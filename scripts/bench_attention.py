@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import platform
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +28,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from bench.machine import machine
 from bench.peers import OURS, PEERS, Options, Peer, PeerMissingError
 from bench.report import markdown, progress
 from bench.results import Line, Report, views
@@ -53,7 +52,7 @@ class Recorder:
             command=shlex.join(["python", *sys.argv]),
             seconds=0,
             complete=False,
-            machine=_machine(),
+            machine=machine(),
             peers={name: peer.version for name, peer in peers.items()},
             missing=missing,
             copy_gbps={},
@@ -181,25 +180,6 @@ def _workloads(options: argparse.Namespace) -> tuple[Workload, ...]:
 
 def _name(options: argparse.Namespace) -> str:
     return options.workloads.stem if options.workloads else str(options.set)
-
-
-def _machine() -> dict[str, str]:
-    found = {
-        "GPU": torch.cuda.get_device_name(0),
-        "driver": _driver_version(),
-        "CUDA": str(torch.version.cuda),
-        "torch": str(torch.__version__),
-        "Python": platform.python_version(),
-    }
-    return {name: value for name, value in found.items() if value}
-
-
-def _driver_version() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def _positive(text: str) -> int:

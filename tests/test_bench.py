@@ -302,7 +302,7 @@ def test_an_interrupted_run_leaves_what_it_has(tmp_path: Path, monkeypatch: pyte
                 raise KeyboardInterrupt
             return super().line(workload, host)
 
-    monkeypatch.setattr(bench_attention, "_machine", lambda: {"GPU": "none"})
+    monkeypatch.setattr(bench_attention, "machine", lambda: {"GPU": "none"})
     peers = {OURS: Fake(10.0), "slow": Fake(12.0)}
     recorder = bench_attention.Recorder("partial", tmp_path, peers, {"absent": "install it"})
     with pytest.raises(KeyboardInterrupt):
@@ -318,7 +318,7 @@ def test_an_interrupted_run_leaves_what_it_has(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_whole_run_passes_unless_ours_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_attention, "_machine", dict)
+    monkeypatch.setattr(bench_attention, "machine", dict)
     for fault, passes in (("", True), ("refuses", True), ("wrong", False), ("raises", False)):
         peers = {OURS: Fake(10.0, fault)}
         recorder = bench_attention.Recorder("whole", tmp_path, peers, {})
@@ -472,7 +472,7 @@ def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_the_machine_is_written_as_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    machine = bench_attention._machine()
+    machine = bench_attention.machine()
     assert (machine["GPU"], machine["torch"]) == ("Some GPU", torch.__version__)
     saved = msgspec.structs.replace(report(), machine=machine)
     saved.save(tmp_path / "fixed.json")

@@ -1,0 +1,290 @@
+"""The whole quantising call on the stub driver: what is launched, and every parameter of it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernel_meta.tables import all_steps
+
+HEADER = (Path(__file__).parents[2] / "kernel_meta" / "sage_quantize" / "params.h").read_text()
+STREAM = 100
+
+SETUP = f"""
+import torch
+from cuda_tensors import CudaTensor
+from stub_support import fail, stub
+from cubin_runtime import quantize, trtllm_sage_attention_quantize
+quantize._current_stream = lambda device: {STREAM} + device
+made = []
+def new(shape, dtype, device):
+    tensor = CudaTensor(tuple(shape), dtype, device=device.index)
+    made.append((list(tensor.shape), str(dtype), tensor.data_ptr()))
+    return tensor
+quantize._new = new
+def call(tokens=320, heads=(4, 2), dim=128, dim_v=128, dtype=torch.bfloat16, batch=2, device=0, **changes):
+    def tensor(*shape, dtype=dtype):
+        return CudaTensor(shape, dtype, device=device)
+    edges = tensor(batch + 1, dtype=torch.int32)
+    given = dict(query=tensor(tokens, heads[0], dim), key=tensor(tokens, heads[1], dim),
+        value=tensor(tokens, heads[1], dim_v), cum_seq_lens_q=edges)
+    given.update(changes)
+    return given, trtllm_sage_attention_quantize(**given)
+"""
+
+_FORMATS = {"int": "i", "float": "f"}
+
+
+def fields(name: str, prefix: str = "") -> list[tuple[str, str]]:
+    """(name, format) of each member of a struct of params.h, structs in it opened."""
+    body = HEADER.split(f"struct {name} {{")[1].split("};")[0]
+    found = []
+    for line in body.splitlines():
+        declaration = line.split(";")[0].split()
+        if not declaration or declaration[0] == "//":
+            continue
+        kind, member = declaration[-2].rstrip("*"), declaration[-1]
+        if "*" in "".join(declaration):
+            found.append((prefix + member, "P"))
+        elif kind in _FORMATS:
+            found.append((prefix + member, _FORMATS[kind]))
+        else:
+            found += fields(kind, f"{prefix}{member}.")
+    return found
+
+
+def unpack(name: str, data: str) -> dict[str, Any]:
+    """A struct's members by name. Pointers have the alignment of the compiler's, as `@` gives it."""
+    members = fields(name)
+    layout = "".join(kind for _, kind in members)
+    raw = bytes.fromhex(data)
+    assert len(raw) - struct.calcsize(f"@{layout}") in range(8)
+    values = struct.unpack_from(f"@{layout}", raw)
+    return dict(zip([member for member, _ in members], values, strict=True))
+
+
+def launches(run_with_stub: Callable[..., Any], code: str, **options: Any) -> tuple[list[Any], list[str]]:
+    """The launches of the last call in `code`, parameters whole, and the lines printed."""
+    sizes = {step.name: step.resources.parameter_bytes for step in all_steps() if step.resources}
+    logged = "\n".join(
+        f"stub.stub_parameter_bytes(b'{name}', {size})"
+        for name, size in sizes.items()
+        if name.startswith("sage_quantize")
+    )
+    run = run_with_stub(f"{SETUP}\n{code}\n{logged}\nmade.clear()\n{code}", parameter_bytes=1, **options)
+    work = run.named("cuLaunchKernelEx")
+    assert not run.named("cuCtxSynchronize", "cuMemAlloc_v2", "cuMemsetD8Async")
+    return work[len(work) // 2 :], run.stdout.splitlines()
+
+
+def test_two_launches_and_their_parameters(run_with_stub: Callable[..., Any]) -> None:
+    code = """
+given, results = call(q_block_size=4, k_block_size=16)
+print(*[given[n].data_ptr() for n in ("query", "key", "value", "cum_seq_lens_q")])
+print(*[each[2] for each in made])
+"""
+    (blocks, value), lines = launches(run_with_stub, code)
+    query, key, values, edges = map(int, lines[-2].split())
+    q_quant, k_quant, v_quant, q_scale, k_scale, v_scale, scratch = map(int, lines[-1].split())
+    assert (blocks["kernel"], value["kernel"]) == ("sage_quantize_blocks_sm90a", "sage_quantize_value_sm90a")
+    assert {each["stream"] for each in (blocks, value)} == {STREAM}
+    assert all(each["pdl"] for each in (blocks, value))
+
+    found = unpack("BlocksParams", blocks["parameters"])
+    # Threads: 128 a block, 2 columns of 4 tokens, or 1 of 16, and 8 channels each.
+    q_blocks, k_blocks = -(-((80 + 2) // 2 * 4 * 16) // 128), -(-((20 + 2) * 2 * 16) // 128)
+    expected = {
+        "query.input": query,
+        "query.output": q_quant,
+        "query.scales": q_scale,
+        "query.edges": edges,
+        "query.tokens": 320,
+        "query.sequences": 2,
+        "query.heads": 4,
+        "query.columns": 81,
+        "query.block": 4,
+        "key.input": key,
+        "key.output": k_quant,
+        "key.scales": k_scale,
+        "key.edges": edges,
+        "key.tokens": 320,
+        "key.sequences": 2,
+        "key.heads": 2,
+        "key.columns": 21,
+        "key.block": 16,
+        "counters": scratch,
+        "counter_count": 4,
+        "query_blocks": q_blocks,
+        "format.head_dim": 128,
+        "format.is_fp16": 0,
+        "format.is_e4m3": 0,
+        "format.range": pytest.approx(126.9),
+    }
+    assert found == expected
+    assert blocks["grid"] == [q_blocks + k_blocks, 1, 1]
+
+    found = unpack("ValueParams", value["parameters"])
+    assert found == {
+        "input": values,
+        "output": v_quant,
+        "scales": v_scale,
+        "edges": edges,
+        "tokens": 320,
+        "sequences": 2,
+        "heads": 2,
+        "items.counters": scratch,
+        "items.partials": scratch + 16,
+        "items.groups": 1,
+        "items.chunks": 5,  # of 8 slots with 8 rows
+        "items.lanes": 32,
+        "items.ahead": 5,
+        "format.head_dim": 128,
+        "format.is_fp16": 0,
+        "format.is_e4m3": 0,
+        "format.range": pytest.approx(126.9),
+    }
+    assert value["grid"] == [10, 1, 1]
+
+
+def test_smoothing_takes_a_third_launch(run_with_stub: Callable[..., Any]) -> None:
+    code = """
+given, results = call(tokens=50_000, heads=(2, 8), dtype=torch.float16, k_block_size=4, smooth_k=True,
+    qk_quant_dtype=torch.float8_e4m3fn, dim=64, dim_v=256)
+print(*[str(each) for each in made], sep="\\n")
+"""
+    (blocks, key, value), lines = launches(run_with_stub, code)
+    names = [each["kernel"] for each in (blocks, key, value)]
+    assert names == [f"sage_quantize_{step}_sm90a" for step in ("blocks", "key", "value")]
+    shapes = [eval(line)[:2] for line in lines[-8:]]
+    assert shapes[:7] == [
+        ([50_000, 2, 64], "torch.float8_e4m3fn"),
+        ([50_000, 8, 64], "torch.float8_e4m3fn"),
+        ([50_000, 8, 256], "torch.float8_e4m3fn"),
+        ([2, 50_001], "torch.float32"),
+        ([8, 12_501], "torch.float32"),
+        ([8, 256], "torch.float32"),
+        ([8, 64], "torch.float32"),
+    ]
+    *_, k_mean, scratch = (eval(line)[2] for line in lines[-8:])
+    of_blocks = unpack("BlocksParams", blocks["parameters"])
+    of_key = unpack("KeyParams", key["parameters"])
+    of_value = unpack("ValueParams", value["parameters"])
+    assert blocks["grid"] == [of_blocks["query_blocks"], 1, 1]  # none for key
+    assert (of_key["means"], of_key["key.columns"], of_key["key.block"]) == (k_mean, 12_501, 4)
+    assert (of_key["format.is_fp16"], of_key["format.is_e4m3"], of_key["format.range"]) == (1, 1, 448.0)
+    assert (of_key["format.head_dim"], of_value["format.head_dim"]) == (64, 256)
+
+    # What the areas of scratch hold lies side by side, and the counters are those that are zeroed.
+    areas = []
+    for found in (of_value, of_key):
+        groups, chunks, lanes = (found[f"items.{name}"] for name in ("groups", "chunks", "lanes"))
+        head_dim = found["format.head_dim"]
+        assert groups * lanes * 8 == 8 * head_dim
+        assert lanes % (head_dim // 8) == 0
+        assert chunks <= found["items.ahead"] <= groups * chunks
+        areas.append((found["items.counters"], 4 * (1 + 2 * groups)))
+        areas.append((found["items.partials"], 4 * groups * chunks * lanes * 8))
+    areas.sort()
+    ends = [begin + size for begin, size in areas]
+    assert areas[0][0] == scratch
+    assert all(0 <= after[0] - end < 16 for after, end in zip(areas[1:], ends, strict=False))
+    zeroed = scratch + 4 * of_blocks["counter_count"]
+    assert areas[1][0] + areas[1][1] <= zeroed <= areas[2][0]
+    ((size,), _, _) = eval(lines[-1])
+    assert ends[-1] <= scratch + size < ends[-1] + 16
+
+
+def test_without_lengths_there_is_one_sequence(run_with_stub: Callable[..., Any]) -> None:
+    (blocks, value), _ = launches(run_with_stub, "call(cum_seq_lens_q=None)")
+    found = unpack("BlocksParams", blocks["parameters"])
+    assert (found["query.edges"], found["query.sequences"], found["query.columns"]) == (0, 1, 320)
+    found = unpack("ValueParams", value["parameters"])
+    assert (found["edges"], found["sequences"]) == (0, 1)
+
+
+def test_no_tokens_still_have_scales_of_value(run_with_stub: Callable[..., Any]) -> None:
+    (blocks, value), _ = launches(run_with_stub, "call(tokens=0, batch=0)")
+    assert (blocks["grid"], value["grid"]) == ([1, 1, 1], [2, 1, 1])
+
+
+def test_the_tensors_decide_the_device(run_with_stub: Callable[..., Any]) -> None:
+    devices = ["9.0:132:232448", "9.0:78:232448"]
+    run = run_with_stub(f"{SETUP}\ncall()\ncall(device=1)", devices=devices)
+    work = run.named("cuLaunchKernelEx")
+    assert [each["stream"] for each in work] == [STREAM] * 2 + [STREAM + 1] * 2
+    contexts = [each["context"] for each in work]
+    assert contexts == [contexts[0]] * 2 + [contexts[2]] * 2
+    assert contexts[0] != contexts[2]
+
+
+def test_loading_during_capture_works(run_with_stub: Callable[..., Any]) -> None:
+    run_with_stub(
+        SETUP + "stub.stub_capture(1)\ncall(smooth_k=True)\nassert not stub.stub_capture_invalidated()"
+    )
+
+
+def test_kernels_are_loaded_again_after_they_were_unloaded(run_with_stub: Callable[..., Any]) -> None:
+    run = run_with_stub(
+        SETUP
+        + """
+call()
+from cubin_runtime.module import unload_all
+unload_all()
+call()
+"""
+    )
+    assert len(run.named("cuLibraryLoadData")) == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "call(value=CudaTensor((320, 2, 128), address=(1 << 40) + 8))",
+            "InvalidArgumentError value starts at 0x10000000008; expected a multiple of 16",
+        ),
+        (
+            "call(key=CudaTensor((320, 2, 128), strides=(512, 128, 1)))",
+            "InvalidArgumentError key has strides (512, 128, 1) for shape (320, 2, 128); expected a cont",
+        ),
+        (
+            "call(tokens=2**30 + 1)",
+            "InvalidArgumentError query has 1073741825 tokens; expected at most 1073741824",
+        ),
+    ],
+)
+def test_what_is_refused_launches_nothing(code: str, message: str, run_with_stub: Callable[..., Any]) -> None:
+    run = run_with_stub(
+        f"{SETUP}\ntry:\n    {code}\nexcept Exception as error:\n    print(type(error).__name__, error)"
+    )
+    assert run.stdout.startswith(message)
+    assert not run.named("cuLaunchKernelEx")
+
+
+def test_a_device_without_kernels_is_told_which_have_them(run_with_stub: Callable[..., Any]) -> None:
+    run = run_with_stub(
+        f"{SETUP}\ntry:\n    call()\nexcept NotImplementedError as error:\n    print(error)",
+        devices=["8.0:108:166912"],
+    )
+    assert run.stdout == (
+        "sage_quantize has no kernel 'blocks' for compute capability 8.0; it is built for sm_90a\n"
+    )
+
+
+def test_a_refusal_of_the_driver_names_the_kernel(run_with_stub: Callable[..., Any]) -> None:
+    run = run_with_stub(
+        SETUP
+        + """
+fail("cuLaunchKernelEx", 719)
+try:
+    call()
+except RuntimeError as error:
+    print(error)
+"""
+    )
+    assert "CUDA_ERROR_LAUNCH_FAILED" in run.stdout
+    assert "sage_quantize_blocks_sm90a" in run.stdout

@@ -18,7 +18,7 @@ INTEGRITY = 4
 
 _UNSIGNED = (
     "this release is not signed: its manifest is as trustworthy as the package that it came in. To vouch for "
-    "it yourself, sign it with an ed25519 key of yours into {} (cubin_runtime/signature.py has the commands), "
+    "it yourself, sign it with an ed25519 key of yours into {} (cubin_runtime/signature.py has the commands) "
     "and give the public key with --key"
 )
 

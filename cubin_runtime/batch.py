@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from cubin_runtime.cache import WritableStore
-from cubin_runtime.download import Fetched, fetch
+from cubin_runtime.download import Fetched, Fetcher
 from cubin_runtime.errors import ArtifactError
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import Settings, settings
@@ -45,6 +45,7 @@ def fetch_all(
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
+    fetcher = Fetcher(transfers, target=target, settings=settings)
     stop = threading.Event()
 
     def bring(artifact: Artifact) -> Outcome:
@@ -54,7 +55,7 @@ def fetch_all(
             progress(artifact, size)
 
         try:
-            fetched = fetch(artifact, transfers, target=target, settings=settings, progress=watch)
+            fetched = fetcher.fetch(artifact, watch)
         except ArtifactError as error:
             return Outcome(artifact, None, error)
         return Outcome(artifact, fetched, None)

@@ -43,10 +43,11 @@ class WritableStore(FolderStore):
         What the block leaves uncommitted is kept if it is worth going on with later. Raises StoreWriteError
         when the folder cannot take the file; the final name is then untouched, and nothing else is left.
         """
-        path = self.folder / artifact.key
+        path = f"{self.folder}/{artifact.key}"
+        folder = os.path.dirname(path)
         partial = None
         try:
-            self._prepare(path.parent)
+            self._prepare(folder)
             partial = PartialFile.open(path)
             _require_space(path, artifact.size - partial.size)
             yield partial
@@ -56,9 +57,9 @@ class WritableStore(FolderStore):
             if partial:
                 partial.discard()
             raise StoreWriteError(
-                f"cannot store {artifact.name} in {path.parent}: {error.strerror or error}; {artifact.size} "
-                f"bytes needed, {_free_bytes(path) or 0} free. Make room there, or let {CACHE_DIR} name a "
-                "folder that can be written"
+                f"cannot store {artifact.name} in {folder}: {error.strerror or error}; {artifact.size} bytes "
+                f"needed, {_free_bytes(path) or 0} free. Make room there, or let {CACHE_DIR} name a folder "
+                "that can be written"
             ) from error
         finally:
             if partial:
@@ -77,8 +78,9 @@ class WritableStore(FolderStore):
         """Nothing by default: without it, two writers of one file cost a second download and no more."""
         return contextlib.nullcontext()
 
-    def _prepare(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def _prepare(self, folder: str) -> None:
+        if not os.path.isdir(folder):
+            os.makedirs(folder, exist_ok=True)
 
 
 class CacheEntry(NamedTuple):
@@ -103,11 +105,11 @@ class CacheStore(WritableStore):
         A lock that is not to be had (another user's, a read-only folder, a holder that hangs) costs at most
         a second download, as files are verified and replaced atomically.
         """
-        path = self.folder / "locks" / f"{artifact.sha256}.lock"
+        folder = f"{self.folder}/locks"
         with contextlib.ExitStack() as stack:
             try:
-                self._prepare(path.parent)
-                stack.enter_context(locked(path, timeout))
+                self._prepare(folder)
+                stack.enter_context(locked(f"{folder}/{artifact.sha256}.lock", timeout))
             except OSError as error:
                 logger.debug("downloading %s without a lock: %s", artifact.name, error)
             yield
@@ -168,11 +170,13 @@ class CacheStore(WritableStore):
 
     def remove_abandoned(self) -> int:
         """Removes the parts of files whose downloads have ended, and returns how many there were."""
-        parts = [path for path in self.folder.glob("[0-9a-f][0-9a-f]/.*") if is_part(path)]
-        return sum(remove_abandoned(path) for path in parts)
+        parts = [path for path in self.folder.glob("[0-9a-f][0-9a-f]/.*") if is_part(path.name)]
+        return sum(remove_abandoned(str(path)) for path in parts)
 
-    def _prepare(self, folder: Path) -> None:
-        super()._prepare(self.folder)
+    def _prepare(self, folder: str) -> None:
+        if os.path.isdir(folder):
+            return
+        super()._prepare(str(self.folder))
         # A folder that holds something else is not ours to exclude from backups.
         with os.scandir(self.folder) as found:
             is_empty = next(found, None) is None
@@ -181,15 +185,16 @@ class CacheStore(WritableStore):
         super()._prepare(folder)
 
 
-def _require_space(path: Path, size: int) -> None:
+def _require_space(path: str, size: int) -> None:
     free = _free_bytes(path)
     if free is not None and free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _free_bytes(path: Path) -> int | None:
+def _free_bytes(path: str) -> int | None:
     """Free bytes where `path` would be written, seen from the nearest folder that exists; None = unknown."""
-    for folder in path.parents:
+    while (folder := os.path.dirname(path)) != path:
+        path = folder
         with contextlib.suppress(OSError):
             status = os.statvfs(folder)
             return status.f_bavail * status.f_frsize if status.f_blocks else None

@@ -49,43 +49,59 @@ class Fetched(NamedTuple):
     attempts: tuple[Attempt, ...]
 
 
-def fetch(
-    artifact: Artifact,
-    transfers: Transfers,
-    *,
-    target: WritableStore | None = None,
-    settings: Settings = settings,
-    progress: Progress = lambda size: None,
-) -> Fetched:
-    """Brings a file to this machine without ever having all of it in memory.
+class Fetcher:
+    """Brings files to this machine without ever having all of one in memory. May be shared by threads.
 
-    transfers  the mirrors, shared by all files of a batch
-    target     where the file has to be; default: any store of this machine, and if none has it, the cache
-    progress   called with the bytes of it that are there
-
-    Thread-safe. Raises what `obtain` does, and StoreWriteError where the file cannot be kept.
+    transfers  the mirrors
+    target     where the files have to be; default: any store of this machine, and if none has it, the cache
     """
-    attempts: list[Attempt] = []
-    here = list(lookup_order(settings, artifact))
-    store = target or CacheStore(settings.cache_dir)
-    held = holder(artifact, [target] if target else here, attempts)
-    if held:
-        return Fetched(held.name, held.place(artifact), False, "", ())
-    others = [FileMirror(other.folder) for other in here] if target else []
-    if not others and not transfers.mirrors:
-        raise failure(artifact, attempts, settings)
-    with store.only_writer(artifact, settings.lock_timeout):
-        # Whoever had the lock before may have brought it.
-        if holder(artifact, [store], []):
-            return Fetched(store.name, store.place(artifact), False, "", ())
-        with store.receive(artifact) as partial:
-            source = transfers.fill(artifact, partial, attempts, progress, others)
-            if source is None:
-                raise failure(artifact, attempts, settings)
-            partial.commit()
-    warn_of_wrong_files(attempts, source)
-    trim(store, settings, artifact)
-    return Fetched(store.name, store.place(artifact), True, source, tuple(attempts))
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        *,
+        target: WritableStore | None = None,
+        settings: Settings = settings,
+    ) -> None:
+        self._transfers = transfers
+        self._target = target
+        self._settings = settings
+        self._store = target or CacheStore(settings.cache_dir)
+        self._stores: dict[tuple[str, bool], list[FolderStore]] = {}
+
+    def fetch(self, artifact: Artifact, progress: Progress = lambda size: None) -> Fetched:
+        """Brings one file, if it is not here; `progress` is called with the bytes of it that are there.
+
+        Raises what `obtain` does, and StoreWriteError where the file cannot be kept.
+        """
+        attempts: list[Attempt] = []
+        here = self._stores_of(artifact)
+        store, target = self._store, self._target
+        held = holder(artifact, [target] if target else here, attempts)
+        if held:
+            return Fetched(held.name, held.place(artifact), False, "", ())
+        others = [FileMirror(other.folder) for other in here] if target else []
+        if not others and not self._transfers.mirrors:
+            raise failure(artifact, attempts, self._settings)
+        with store.only_writer(artifact, self._settings.lock_timeout):
+            # Whoever had the lock before may have brought it.
+            if holder(artifact, [store], []):
+                return Fetched(store.name, store.place(artifact), False, "", ())
+            with store.receive(artifact) as partial:
+                source = self._transfers.fill(artifact, partial, attempts, progress, others)
+                if source is None:
+                    raise failure(artifact, attempts, self._settings)
+                partial.commit()
+        warn_of_wrong_files(attempts, source)
+        trim(store, self._settings, artifact)
+        return Fetched(store.name, store.place(artifact), True, source, tuple(attempts))
+
+    def _stores_of(self, artifact: Artifact) -> list[FolderStore]:
+        """The stores of this machine, which are the same for all files of a set."""
+        key = artifact.set_name, artifact.published is None
+        if key not in self._stores:
+            self._stores[key] = list(lookup_order(self._settings, artifact))
+        return self._stores[key]
 
 
 def holder(artifact: Artifact, stores: Iterable[FolderStore], attempts: list[Attempt]) -> FolderStore | None:

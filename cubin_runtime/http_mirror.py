@@ -10,11 +10,16 @@ import requests
 import urllib3
 
 from cubin_runtime.errors import DownloadError, IntegrityError
-from cubin_runtime.http_session import MirrorSession
+from cubin_runtime.http_session import MirrorSession, discard, read_some
 from cubin_runtime.manifest import Artifact
-from cubin_runtime.mirrors import CHUNK, Body, MissingError, TransientError
+from cubin_runtime.mirrors import Body, MissingError, TransientError
 from cubin_runtime.settings import hide_password
 
+_PERMANENT = (
+    requests.exceptions.SSLError,
+    urllib3.exceptions.SSLError,
+    urllib3.exceptions.LocationValueError,
+)
 _MAY_PASS = (408, 425, 429)  # and all of 5xx
 
 
@@ -31,18 +36,18 @@ class HttpMirror:
     def open(self, path: str, artifact: Artifact, start: int) -> Iterator[Body]:
         """See Mirror.open."""
         place = f"{self.location}/{path}"
-        url = f"{self._url}/{path}"
-        with self._errors(place), self._session.fetch(url, self._timeout, start) as response:
+        with (
+            self._errors(place),
+            contextlib.closing(self._session.fetch(self._url, path, self._timeout, start)) as response,
+        ):
             begin = _first_byte(response, place, start, artifact.size)
             if begin == 0:
                 _check_length(response, place, artifact)
             yield Body(begin, self._chunks(response, place))
 
-    def _chunks(self, response: requests.Response, place: str) -> Iterator[bytes]:
-        # read1 hands over what has arrived, so that a trickle meets the deadline too; urllib3 1 lacks it.
-        read = getattr(response.raw, "read1", response.raw.read)
+    def _chunks(self, response: urllib3.BaseHTTPResponse, place: str) -> Iterator[bytes]:
         with self._errors(place):
-            while chunk := read(CHUNK, decode_content=True):
+            while chunk := read_some(response):  # so that a trickle meets the deadline too
                 yield chunk
 
     @contextlib.contextmanager
@@ -50,7 +55,7 @@ class HttpMirror:
         """Sorts what the libraries raise into failures that may pass and those that do not."""
         try:
             yield
-        except requests.exceptions.SSLError as error:  # a ConnectionError, but it does not pass
+        except _PERMANENT as error:  # although of a kind that is listed next
             raise DownloadError(f"{place}: {_clean(error)}") from error
         except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
             raise TransientError(f"{place}: {_clean(error)}") from error
@@ -58,9 +63,9 @@ class HttpMirror:
             raise DownloadError(f"{place}: {_clean(error)}") from error
 
 
-def _first_byte(response: requests.Response, place: str, start: int, size: int) -> int:
+def _first_byte(response: urllib3.BaseHTTPResponse, place: str, start: int, size: int) -> int:
     """Where the body begins: at `start`, or at 0 from a server that sends the whole."""
-    status = response.status_code
+    status = response.status
     if status == 200:
         return 0
     if status == 206 and start:
@@ -73,12 +78,13 @@ def _first_byte(response: requests.Response, place: str, start: int, size: int) 
     if status == 416 and start:
         raise IntegrityError(f"{place}: HTTP 416, the file has no more than {start} bytes, expected {size}")
     reason = f"{place}: HTTP {status} {response.reason}"
+    discard(response)
     if status in _MAY_PASS or status >= 500:
         raise TransientError(reason, pause=_retry_after(response))
     raise MissingError(reason) if status in (404, 410) else DownloadError(reason)
 
 
-def _check_length(response: requests.Response, place: str, artifact: Artifact) -> None:
+def _check_length(response: urllib3.BaseHTTPResponse, place: str, artifact: Artifact) -> None:
     """Refuses an answer that says itself that it is not the file: an error page, mostly."""
     length = response.headers.get("Content-Length", str(artifact.size))
     if length != str(artifact.size) and "Content-Encoding" not in response.headers:
@@ -88,10 +94,10 @@ def _check_length(response: requests.Response, place: str, artifact: Artifact) -
         )
 
 
-def _retry_after(response: requests.Response) -> float:
+def _retry_after(response: urllib3.BaseHTTPResponse) -> float:
     """Seconds that the server asks to wait, given as a number or a date; 0 if it does not say."""
     try:
-        return urllib3.Retry().get_retry_after(response.raw) or 0.0
+        return urllib3.Retry().get_retry_after(response) or 0.0
     except (urllib3.exceptions.InvalidHeader, OverflowError, ValueError):  # the latter two for absurd dates
         return 0.0
 

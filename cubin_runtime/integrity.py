@@ -48,15 +48,15 @@ def verify(artifact: Artifact, data: bytes, source: str) -> None:
     checker.finish()
 
 
-def file_chunks(path: Path) -> Iterator[memoryview]:
+def file_chunks(path: str | Path) -> Iterator[memoryview]:
     """A file's bytes in pieces, each of which is only good until the next."""
-    with path.open("rb", buffering=0) as file:
+    with open(path, "rb", buffering=0) as file:
         buffer = memoryview(bytearray(min(_CHUNK, os.fstat(file.fileno()).st_size + 1)))
         while count := file.readinto(buffer):
             yield buffer[:count]
 
 
-def file_sha256(path: Path) -> str:
+def file_sha256(path: str | Path) -> str:
     """The digest of a file, of which only a piece is in memory at a time."""
     digest = hashlib.sha256()
     for chunk in file_chunks(path):

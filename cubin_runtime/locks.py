@@ -24,7 +24,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, timeout: float) -> Iterator[None]:
+def locked(path: str | Path, timeout: float) -> Iterator[None]:
     """Holds the lock of a file, which is made if need be and stays.
 
     Raises TimeoutError after `timeout` seconds, another OSError where there can be no lock.

@@ -5,6 +5,10 @@ The signature of `m.yaml` is the 64 bytes in `m.yaml.sig`, so that openssl is al
     openssl genpkey -algorithm ed25519 -out key.pem
     openssl pkey -in key.pem -pubout -out trusted.pem
     openssl pkeyutl -sign -rawin -inkey key.pem -in m.yaml -out m.yaml.sig
+
+The package's own manifest comes unsigned: it can be trusted as far as the package that it is a part of, since
+whoever could change the one could change the code that would check it. An operator who has looked at a
+release signs its manifest in the same way, and `verify --signature` then tells whether it is still that one.
 """
 
 from __future__ import annotations
@@ -25,6 +29,11 @@ SUFFIX = ".sig"
 _PEM = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----", re.DOTALL)
 
 
+def signature_file(path: Path) -> Path:
+    """Where the signature of a manifest is, or would be."""
+    return path.with_name(path.name + SUFFIX)
+
+
 def check_signature(content: bytes, path: Path, keys: Sequence[Path]) -> Path:
     """The file of `keys` that holds the key which signed `content`, which was read from `path`.
 
@@ -32,7 +41,7 @@ def check_signature(content: bytes, path: Path, keys: Sequence[Path]) -> Path:
 
     Raises SignatureError when no key did, SettingError for a file that holds no ed25519 key.
     """
-    file = path.with_name(path.name + SUFFIX)
+    file = signature_file(path)
     try:
         with file.open("rb") as stream:
             signature = stream.read(65)

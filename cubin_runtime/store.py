@@ -7,6 +7,7 @@ against the manifest on every read.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -53,12 +54,12 @@ class FolderStore:
 
     def path(self, artifact: Artifact) -> Path:
         """Where the file of `artifact` is, or would be."""
-        candidates = [self.folder / relative for relative in artifact.paths]
-        return next((path for path in candidates if path.exists()), candidates[0])
+        return Path(self.place(artifact))
 
     def place(self, artifact: Artifact) -> str:
         """The path as text."""
-        return str(self.path(artifact))
+        candidates = [f"{self.folder}/{relative}" for relative in artifact.paths]
+        return next(filter(os.path.exists, candidates), candidates[0])
 
     def read(self, artifact: Artifact) -> bytes | None:
         """The verified bytes; None if the store does not have them.
@@ -77,8 +78,8 @@ class FolderStore:
 
     def holds(self, artifact: Artifact) -> bool:
         """Whether `read` would return the bytes; never has all of them in memory. Raises like it."""
-        path = self.path(artifact)
-        checker = Checker(artifact, str(path))
+        path = self.place(artifact)
+        checker = Checker(artifact, path)
         try:
             for chunk in file_chunks(path):
                 checker.update(chunk)

@@ -1,9 +1,10 @@
-"""Measures `cubin-runtime fetch` against curl, with nginx on this machine as the mirror, and `cache verify`.
+"""Measures `cubin-runtime fetch` against curl, with nginx on this machine as the mirror, and both verifies.
 
     python scripts/bench_fetch.py --folder /dev/shm/bench --files 192 --output benchmarks/fetch.json
 
-Both transfer the same files, as many at a time, from the same server to the same folder. The time of fetch
-includes the start of Python and hashing. Needs nginx and curl; the folder is removed at the end.
+Both transfer the same files, as many at a time, from the same server to the same folder; curl neither hashes
+nor locks nor syncs. The time of fetch includes the start of Python and of the command line, that of the
+transfer alone does not. Needs nginx and curl; the folder is removed at the end.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cubin_runtime.manifest import Artifact, Manifest  # noqa: E402  the path comes first
-from cubin_runtime.settings import parse_size  # noqa: E402
+from cubin_runtime import http_mirror  # noqa: E402, F401  so that its import is not measured; the path comes first
+from cubin_runtime.batch import fetch_all  # noqa: E402
+from cubin_runtime.manifest import Artifact, Manifest  # noqa: E402
+from cubin_runtime.mirrors import open_mirrors  # noqa: E402
+from cubin_runtime.settings import CACHE_DIR, MIRRORS, Settings, parse_size  # noqa: E402
+from cubin_runtime.transfer import Transfers  # noqa: E402
 from tests.real_servers import nginx  # noqa: E402
 
 CLI = [sys.executable, "-m", "cubin_runtime.cli"]
@@ -58,17 +63,23 @@ def measure(folder: Path, files: int, size: int, jobs: int, rounds: int) -> dict
     """Bytes per second of both in each round, and of verify on one core."""
     artifacts = make_tree(folder / "tree", files, size)
     (folder / "m.yaml").write_text(Manifest(artifacts={a.name: a for a in artifacts}).to_yaml())
-    curl, fetch = [], []
+    curl, fetch, inside = [], [], []
     with nginx(folder / "nginx", folder / "tree", "access_log off;") as url:
         command = curl_command(folder, artifacts, url, jobs)
+        bring = ("fetch", "--row", "bench*", "--mirror", url, "--jobs", str(jobs))
         for _ in range(rounds):
+            transfer_seconds(folder, artifacts, url, jobs)  # whoever is first after a pause pays for memory
+            shutil.rmtree(folder / "cache")
             curl.append(seconds(command))
             shutil.rmtree(folder / "curl")
-            shutil.rmtree(folder / "cache", ignore_errors=True)
-            fetch.append(
-                cli_seconds(folder, "fetch", "--family", "bench", "--mirror", url, "--jobs", str(jobs))
-            )
-    verify = [cli_seconds(folder, "cache", "verify", one_core=True) for _ in range(rounds)]
+            inside.append(transfer_seconds(folder, artifacts, url, jobs))
+            shutil.rmtree(folder / "cache")
+            fetch.append(cli_seconds(folder, *bring))
+            shutil.rmtree(folder / "cache")
+        cli_seconds(folder, *bring)
+    start = [cli_seconds(folder, "cache", "path") for _ in range(rounds)]
+    cache_verify = [cli_seconds(folder, "cache", "verify", one_core=True) for _ in range(rounds)]
+    verify = [cli_seconds(folder, "verify", "bench*", one_core=True) for _ in range(rounds)]
     total = files * size
     return {
         "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
@@ -79,9 +90,42 @@ def measure(folder: Path, files: int, size: int, jobs: int, rounds: int) -> dict
         "jobs": jobs,
         "curl_bytes_per_second": [round(total / each) for each in curl],
         "fetch_bytes_per_second": [round(total / each) for each in fetch],
-        "fetch_over_curl": round(statistics.median(c / f for c, f in zip(curl, fetch, strict=True)), 3),
+        "fetch_over_curl": ratio(curl, fetch),
+        "transfer_alone_bytes_per_second": [round(total / each) for each in inside],
+        "transfer_alone_over_curl": ratio(curl, inside),
+        "start_of_a_command_seconds": round(statistics.median(start), 3),
+        "cache_verify_bytes_per_second_on_one_core": [round(total / each) for each in cache_verify],
         "verify_bytes_per_second_on_one_core": [round(total / each) for each in verify],
+        "sha256_bytes_per_second_in_memory": round(sha256_rate()),
     }
+
+
+def ratio(curl: Sequence[float], other: Sequence[float]) -> float:
+    """How many times as fast as curl, in the median of the rounds."""
+    return round(statistics.median(c / o for c, o in zip(curl, other, strict=True)), 3)
+
+
+def transfer_seconds(folder: Path, artifacts: Sequence[Artifact], url: str, jobs: int) -> float:
+    """Seconds that a process takes for the files which has everything imported."""
+    settings = Settings({CACHE_DIR: str(folder / "cache"), MIRRORS: url})
+    start = time.perf_counter()
+    with open_mirrors(settings, connections=jobs) as mirrors:
+        outcomes = fetch_all(
+            artifacts, Transfers(mirrors, settings.http_timeout), settings=settings, jobs=jobs
+        )
+    took = time.perf_counter() - start
+    assert all(outcome.fetched and outcome.fetched.is_new for outcome in outcomes)
+    return took
+
+
+def sha256_rate() -> float:
+    """Bytes per second of hashlib on one core, without a file: what no verify can pass."""
+    block, count = bytes(2**20), 512
+    digest = hashlib.sha256()
+    start = time.perf_counter()
+    for _ in range(count):
+        digest.update(block)
+    return count * len(block) / (time.perf_counter() - start)
 
 
 def make_tree(folder: Path, files: int, size: int) -> list[Artifact]:
@@ -90,7 +134,7 @@ def make_tree(folder: Path, files: int, size: int) -> list[Artifact]:
     for number in range(files):
         data = os.urandom(size)
         digest = hashlib.sha256(data).hexdigest()
-        artifact = Artifact(name=f"k{number}", set_name="bench", version="1", sha256=digest, size=size)
+        artifact = Artifact(name=f"bench{number}", set_name="bench", version="1", sha256=digest, size=size)
         path = folder / artifact.key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)

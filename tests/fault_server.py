@@ -80,11 +80,15 @@ def stall(after: float) -> Fault:
     return fault
 
 
-def endless(data: bytes, start: int | None, end: threading.Event) -> Iterator[bytes]:
+def endless(text: str, *headers: str) -> Fault:
     """A body that goes on until the client hangs up."""
-    yield _head("200 OK")
-    while not end.is_set():
-        yield data
+
+    def fault(data: bytes, start: int | None, end: threading.Event) -> Iterator[bytes]:
+        yield _head(text, *headers)
+        while not end.is_set():
+            yield data
+
+    return fault
 
 
 def noise(seed: int) -> Fault:
@@ -160,7 +164,9 @@ FAULTS: dict[str, Fault] = {
     "stall at once": stall(0.0),
     "stall in the head": stall(0.001),
     "stall in the body": stall(0.7),
-    "endless": endless,
+    "endless": endless("200 OK"),
+    "endless page": endless("404 Not Found"),
+    "endless redirect": endless("302 Found", "Location: {self}"),
     "noise": noise(1),
     "other noise": noise(2),
     "nothing": nothing,

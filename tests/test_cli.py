@@ -159,6 +159,27 @@ def test_list_says_what_is_not_built(cli: Callable[..., Result], monkeypatch: py
     assert cli("list", "--json").json[0]["artifact"] is None
 
 
+def test_list_and_show_mark_what_is_blocked(
+    cli: Callable[..., Result], kernel: KernelRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("list", "--json").json[0]["blocked"] is None
+    assert "blocked" not in cli("show", kernel.name).out
+    digest = key_of(kernel)[3:]
+    monkeypatch.setenv("CUBIN_RUNTIME_BLOCKED", f"{digest} wrong rows")
+    result = cli("list")
+    assert result.out.splitlines()[1].endswith(f"{digest[:12]} blocked")
+    assert result.err.startswith("kernels: 1, blocked: 1 ")
+    assert f"\nblocked: wrong rows (sha256 {digest};" in cli("show", kernel.name).out
+    for verb in (["list"], ["show", kernel.name]):
+        found = cli(*verb, "--json").json
+        entry = found[0] if isinstance(found, list) else found
+        assert entry["blocked"].startswith("wrong rows ")
+    # What may run all the same is not marked, as `explain` does not mark it either.
+    monkeypatch.setenv("CUBIN_RUNTIME_ALLOW_BLOCKED", digest)
+    assert "blocked" not in cli("list").out
+    assert cli("show", kernel.name, "--json").json["blocked"] is None
+
+
 def test_show_names_the_store_and_what_the_cubin_says(
     cli: Callable[..., Result], kernel: KernelRow, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -372,6 +372,22 @@ def test_verify_checks_the_bytes_of_private_cubins(cli: Cli, tmp_path: Path) -> 
     assert cli("verify", "private").code == 4
 
 
+def test_an_unsigned_release_is_called_that(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "package.yaml"
+    path.write_text("format: 1\nsets: {}\n")
+    monkeypatch.setattr(manifest, "package_manifest", lambda: path)
+    result = cli("verify", "x", "--signature", "--json")
+    assert (result.code, [each["state"] for each in result.json]) == (4, ["unsigned"])
+    for text in ("this release is not signed", f"{path}.sig", "--key"):
+        assert text in result.json[0]["problem"]
+    assert result.err == "files checked: 1, bad: 0, unsigned: 1\n"
+    # A signature of no trusted key is worse than none.
+    path.with_name("package.yaml.sig").write_bytes(bytes(64))
+    assert [each["state"] for each in cli("verify", "x", "--signature", "--json").json] == ["bad"]
+
+
 def test_verify_signature(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
     serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")

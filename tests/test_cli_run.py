@@ -13,8 +13,8 @@ import torch
 
 from cubin_runtime import module
 from cubin_runtime.cli import check, outcome
-from cubin_runtime.cli.batch import Tensors, make_call, make_tensors
 from cubin_runtime.cli.check import check_against_reference, check_against_torch
+from cubin_runtime.cli.tensors import Tensors, make_call, make_tensors
 from cubin_runtime.cli.workload import Workload
 from cubin_runtime.errors import DriverNotFoundError, InvalidArgumentError
 from cubin_runtime.module import DeviceInfo

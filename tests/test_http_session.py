@@ -170,22 +170,22 @@ def test_no_cookie_is_brought_back(server: ScriptedServer) -> None:
     url = server.script("m", Reply(b"", headers={"Set-Cookie": "a=b"}), Reply(b""))
     with MirrorSession(Settings({})) as session:
         for _ in range(2):
-            session.fetch(url, 5).close()
+            session.fetch(url, "x", 5).close()
     assert "Cookie" not in server.headers[1]
 
 
 def test_an_own_bundle_wins_over_that_of_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[object] = []
 
-    def send(self: object, request: requests.PreparedRequest, **kwargs: object) -> requests.Response:
-        seen.append(kwargs["verify"])
+    def connect(self: object, request: object, verify: object, **kwargs: object) -> None:
+        seen.append(verify)
         raise requests.ConnectionError
 
-    monkeypatch.setattr(requests.adapters.HTTPAdapter, "send", send)
+    monkeypatch.setattr(requests.adapters.HTTPAdapter, "get_connection_with_tls_context", connect)
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/theirs.pem")
     ours = tmp_path / "ours.pem"
     ours.touch()
     for environ in ({}, {"CUBIN_RUNTIME_CA_BUNDLE": str(ours)}):
         with MirrorSession(Settings(environ)) as session, pytest.raises(requests.ConnectionError):
-            session.fetch("https://host", 5)
+            session.fetch("https://host", "x", 5)
     assert seen == ["/theirs.pem", str(ours)]

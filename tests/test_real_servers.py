@@ -102,6 +102,23 @@ def test_nginx_serves_the_tree_as_it_is(tree: Path, tmp_path: Path) -> None:
 
 
 @needs_nginx
+def test_a_connection_serves_many_files_and_misses(
+    tree: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing, *present = ARTIFACTS
+    (tree / missing.key).unlink()
+    with (
+        nginx(tmp_path / "nginx", tree) as url,
+        open_mirrors(make_settings(tmp_path / "cache", url)) as mirrors,
+        caplog.at_level("DEBUG", "urllib3"),
+    ):
+        settings = make_settings(tmp_path / "cache")
+        outcomes = fetch_all([missing, *present], Transfers(mirrors, 5), settings=settings, jobs=1)
+    assert [outcome.error is None for outcome in outcomes] == [False, True, True, True]
+    assert sum("Starting new HTTP connection" in message for message in caplog.messages) == 1
+
+
+@needs_nginx
 def test_nginx_continues_a_part(tree: Path, tmp_path: Path) -> None:
     settings = make_settings(tmp_path / "cache")
     part = tmp_path / "cache" / LARGE.sha256[:2] / f".{LARGE.sha256}.0123.tmp"

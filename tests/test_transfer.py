@@ -17,7 +17,7 @@ from http_server import Reply, ScriptedServer, serving
 
 from cubin_runtime import transfer
 from cubin_runtime.cache import CacheStore, WritableStore
-from cubin_runtime.download import Fetched, fetch
+from cubin_runtime.download import Fetched, Fetcher
 from cubin_runtime.errors import StoreWriteError
 from cubin_runtime.fetch import obtain
 from cubin_runtime.http_mirror import HttpMirror
@@ -216,7 +216,7 @@ def test_a_batch_does_not_wait_for_a_dead_mirror_again(
         transfers = Transfers([HttpMirror(url, 5, session) for url in urls], 5)
         for number in range(3):
             store = WritableStore("destination", tmp_path / str(number))
-            fetched = fetch(ARTIFACT, transfers, target=store, settings=settings)
+            fetched = Fetcher(transfers, target=store, settings=settings).fetch(ARTIFACT)
             assert fetched.source == f"{urls[1]}/{ARTIFACT.key}"
     assert [path.split("/")[1] for path in server.paths] == ["dead"] * 5 + ["good"] * 3
     assert len(sleeps) == len(transfer.BACKOFF)
@@ -242,8 +242,9 @@ def test_fetch_says_what_it_did(server: ScriptedServer, tmp_path: Path) -> None:
     seen: list[int] = []
     with MirrorSession(settings) as session:
         transfers = Transfers([HttpMirror(url, 5, session) for url in urls], 5)
-        first = fetch(ARTIFACT, transfers, settings=settings, progress=seen.append)
-        second = fetch(ARTIFACT, transfers, settings=settings)
+        fetcher = Fetcher(transfers, settings=settings)
+        first = fetcher.fetch(ARTIFACT, seen.append)
+        second = fetcher.fetch(ARTIFACT)
     place = str(tmp_path / "cache" / ARTIFACT.key)
     assert first[:4] == ("cache", place, True, f"{urls[1]}/{ARTIFACT.key}")
     assert "HTTP 404" in first.attempts[-1].answer
@@ -256,7 +257,7 @@ def test_a_destination_is_filled_from_this_machine_first(server: ScriptedServer,
     settings = make_settings(tmp_path)
     CacheStore(settings.cache_dir).write(ARTIFACT, DATA)
     store = WritableStore("destination", tmp_path / "dest")
-    fetched = fetch(ARTIFACT, Transfers([], 5), target=store, settings=settings)
+    fetched = Fetcher(Transfers([], 5), target=store, settings=settings).fetch(ARTIFACT)
     assert (fetched.is_new, fetched.source) == (True, str(tmp_path / "cache" / ARTIFACT.key))
     assert [path.name for path in (tmp_path / "dest").iterdir()] == [ARTIFACT.sha256[:2]]
     assert store.read(ARTIFACT) == DATA
@@ -264,22 +265,18 @@ def test_a_destination_is_filled_from_this_machine_first(server: ScriptedServer,
 
 def test_no_file_is_begun_where_nobody_can_be_asked(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no file"):
-        fetch(ARTIFACT, Transfers([], 5), settings=make_settings(tmp_path))
+        Fetcher(Transfers([], 5), settings=make_settings(tmp_path)).fetch(ARTIFACT)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_fetch_does_not_pretend_that_a_file_is_kept(server: ScriptedServer, tmp_path: Path) -> None:
     (tmp_path / "cache").write_bytes(b"")
     settings = make_settings(tmp_path)
-    with (
-        MirrorSession(settings) as session,
-        pytest.raises(StoreWriteError, match="cannot store k in"),
-    ):
-        fetch(
-            ARTIFACT,
-            Transfers([HttpMirror(server.script("m", WHOLE), 5, session)], 5),
-            settings=settings,
-        )
+    with MirrorSession(settings) as session:
+        mirror = HttpMirror(server.script("m", WHOLE), 5, session)
+        fetcher = Fetcher(Transfers([mirror], 5), settings=settings)
+        with pytest.raises(StoreWriteError, match="cannot store k in"):
+            fetcher.fetch(ARTIFACT)
 
 
 def test_the_cache_stays_below_its_limit(server: ScriptedServer, tmp_path: Path) -> None:
@@ -317,7 +314,7 @@ def test_memory_stays_flat(server: ScriptedServer, tmp_path: Path) -> None:
     code = f"""
 import resource
 from pathlib import Path
-from cubin_runtime.download import fetch
+from cubin_runtime.download import Fetcher
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.mirrors import open_mirrors
 from cubin_runtime.settings import Settings
@@ -326,7 +323,7 @@ settings = Settings({{"CUBIN_RUNTIME_CACHE_DIR": {str(tmp_path / "cache")!r},
                      "CUBIN_RUNTIME_MIRRORS": {f"file://{folder}"!r}}})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with open_mirrors(settings) as mirrors:
-    print(fetch({artifact!r}, Transfers(mirrors, 60), settings=settings).is_new)
+    print(Fetcher(Transfers(mirrors, 60), settings=settings).fetch({artifact!r}).is_new)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     result = subprocess.run(

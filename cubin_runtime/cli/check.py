@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from cubin_runtime.cli.batch import Tensors
+from cubin_runtime.cli.tensors import Tensors
 from cubin_runtime.cli.workload import Workload
 from cubin_runtime.reference import TILE, ragged_attention_reference
 from cubin_runtime.request import DType, KernelRequest

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 import torch
 
-from cubin_runtime.cli.batch import make_call, make_tensors
 from cubin_runtime.cli.check import Check, check_against_reference, check_against_torch
+from cubin_runtime.cli.tensors import make_call, make_tensors
 from cubin_runtime.cli.workload import Workload
 
 TIMED_MS = 500.0  # of replays

@@ -11,8 +11,6 @@ import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
-_PIPE_WIDTH = 1000  # columns: lines for other programs are never folded
-
 
 def print_json(value: object) -> None:
     """Prints plain values (and enums, tuples, structs) as indented JSON."""
@@ -23,18 +21,25 @@ def print_json(value: object) -> None:
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints aligned columns; folded to the terminal, never in a pipe."""
-    from rich.console import Console
+    lines = [header, *rows]
+    if sys.stdout.isatty():
+        _print_folded(lines)
+        return
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _print_folded(lines: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console  # only here, as it takes longer to import than most verbs run
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in header:
+    for column in lines[0]:
         table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
-    with console.capture() as capture:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    for line in lines[1:]:
+        table.add_row(*line)
+    Console(highlight=False, markup=False).print(table)
 
 
 def note(message: str) -> None:

@@ -13,12 +13,17 @@ def show(
     name: Annotated[str, typer.Argument(help="A kernel's name, as `list` prints it.")],
     as_json: Json = False,
 ) -> None:
-    """Show a kernel: its table row, manifest entry, the stores that hold it, and what its cubin says."""
+    """Show a kernel: its table row, manifest entry, the stores that hold it, and what its cubin says.
+
+    A kernel that the block list forbids is marked, with the reason.
+    """
     facts = _collect(name)
     if as_json:
         print_json(facts)
         return
     for section, values in facts.items():
+        if values is None:
+            continue
         print(f"{section}: {values}" if isinstance(values, str) else section)
         if isinstance(values, dict):
             for key, value in values.items():
@@ -31,18 +36,21 @@ def show(
 def _collect(name: str) -> dict[str, Any]:
     import msgspec
 
+    from cubin_runtime.blocklist import blocked_rows
     from cubin_runtime.cli.stores import copies
     from cubin_runtime.cubin import inspect
     from cubin_runtime.manifest import default_manifest
     from kernel_meta.tables import find_row
 
     row = find_row(name)
-    artifact = default_manifest().artifacts.get(name)
+    manifest = default_manifest()
+    artifact = manifest.artifacts.get(name)
     found = copies(artifact, row) if artifact else []
     data = next((copy.data for copy in found if copy.state == "ok"), None)
     cubin = inspect(data) if data else None
     return {
         "kernel": name,
+        "blocked": blocked_rows(manifest=manifest).get(name),
         "row": msgspec.to_builtins(row),
         "artifact": msgspec.to_builtins(artifact) if artifact else "not in the manifest",
         "stores": [{"store": c.store, "state": c.state, "path": c.path, "problem": c.problem} for c in found],

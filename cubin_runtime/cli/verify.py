@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 INTEGRITY = 4
 
+_UNSIGNED = (
+    "this release is not signed: its manifest is as trustworthy as the package that it came in. To vouch for "
+    "it yourself, sign it with an ed25519 key of yours into {} (cubin_runtime/signature.py has the commands) "
+    "and give the public key with --key"
+)
+
 
 def verify(
     pattern: Annotated[str, typer.Argument(help="Only names that match this glob.")] = "*",
@@ -28,7 +34,10 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check every local copy of every cubin against manifest and table. Exits with 4 if one is bad."""
+    """Check every local copy of every cubin against manifest and table. Exits with 4 if one is bad.
+
+    With --signature, also if a manifest is not signed by a trusted key; that of the package comes unsigned.
+    """
     from fnmatch import fnmatchcase
 
     from cubin_runtime.cli.stores import Copy, copies
@@ -59,9 +68,14 @@ def verify(
             ("kernel", "store", "state", "path or problem"),
             [(name, c.store, c.state, c.problem or c.path) for name, c in results],
         )
-    bad = sum(copy.state != "ok" for _, copy in results)
-    note(f"files checked: {len(results)}, bad: {bad}" + (" (remove or replace them)" if bad else ""))
-    if bad:
+    unsigned = sum(copy.state == "unsigned" for _, copy in results)
+    bad = sum(copy.state != "ok" for _, copy in results) - unsigned
+    note(
+        f"files checked: {len(results)}, bad: {bad}"
+        + (" (remove or replace them)" if bad else "")
+        + (f", unsigned: {unsigned}" if unsigned else "")
+    )
+    if bad or unsigned:
         raise typer.Exit(INTEGRITY)
 
 
@@ -71,12 +85,15 @@ def _signatures(keys: Sequence[Path] | None) -> Iterator[tuple[str, Copy]]:
     from cubin_runtime.errors import SignatureError
     from cubin_runtime.manifest import package_manifest, read_manifest
     from cubin_runtime.settings import settings
-    from cubin_runtime.signature import check_signature
+    from cubin_runtime.signature import check_signature, signature_file
 
     for path in (package_manifest(), *settings.manifests):
+        if path == package_manifest() and not signature_file(path).exists():
+            yield path.name, Copy("manifest", str(path), "unsigned", _UNSIGNED.format(signature_file(path)))
+            continue
         try:
             signer = check_signature(read_manifest(path), path, keys or settings.trusted_keys)
-        except SignatureError as error:  # noqa: PERF203  one of few
+        except SignatureError as error:
             yield path.name, Copy("manifest", str(path), "bad", str(error))
         else:
             yield path.name, Copy("manifest", f"{path}, signed by {signer}", "ok")

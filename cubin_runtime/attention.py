@@ -22,6 +22,7 @@ from cubin_runtime.arguments import DTYPES, Call
 from cubin_runtime.families import Arguments, PreparedCall, Problem, TensorLayout, family
 from cubin_runtime.few_rows import few_rows
 from cubin_runtime.module import device_info, load, on_unload
+from cubin_runtime.recent import Recent
 from cubin_runtime.reference import ragged_attention_reference
 from cubin_runtime.request import SAGE_OFF, KernelRequest
 from cubin_runtime.selection import select
@@ -41,7 +42,15 @@ _MANY_ROWS: dict[str, Any] = {"batch_size": None, "max_q_len": None, "total_q": 
 _read_by_dynamo = torch.compiler.is_dynamo_compiling
 
 _prepared: dict[Hashable, PreparedCall] = {}
-on_unload.append(_prepared.clear)
+_recent: Recent[PreparedCall] = Recent(_MAX_PREPARED)
+
+
+def _forget() -> None:
+    _prepared.clear()
+    _recent.clear()
+
+
+on_unload.append(_forget)
 
 
 def trtllm_ragged_attention_deepseek(
@@ -171,9 +180,37 @@ torch_ops.implement(trtllm_ragged_attention_deepseek)
 def _find(call: Call) -> PreparedCall | None:
     """What an earlier call of this signature prepared."""
     try:
-        return _prepared.get(_signature(call))
+        key, tensors = _shortcut(call)
+        found = None if key is None else _recent.find(key, tensors)
+        if found is None:
+            found = _prepared.get(_signature(call))
+            if found is not None and key is not None:
+                _recent.remember(key, tensors, found)
+        return found
     except (AttributeError, TypeError, RuntimeError):
         return None  # an argument is no tensor, cannot be hashed or has no strides: the checks say which
+
+
+def _shortcut(call: Call) -> tuple[Hashable, list[Tensor]]:
+    """What `_recent` goes by: a key that says which arguments are tensors, and these.
+
+    The key is None for Sage scales, whose tensors are left to the signature.
+    """
+    optional = (call.attention_sinks, call.out, call.lse, call.bmm1_scale, call.bmm2_scale)
+    tensors = [
+        call.query,
+        call.key,
+        call.value,
+        call.workspace_buffer,
+        call.seq_lens,
+        call.cum_seq_lens_q,
+        call.cum_seq_lens_kv,
+        *[each for each in optional if isinstance(each, Tensor)],
+    ]
+    q, k, p, v = call.sage_attn_sfs
+    if q is not None or k is not None or p is not None or v is not None:
+        return None, tensors
+    return (*map(type, optional), *_options(call)), tensors
 
 
 def _signature(call: Call) -> Hashable:
@@ -196,6 +233,13 @@ def _signature(call: Call) -> Hashable:
         *map(_layout, call.sage_attn_sfs),
         float if isinstance(call.bmm1_scale, _NUMBER) else _layout(call.bmm1_scale),
         float if isinstance(call.bmm2_scale, _NUMBER) else _layout(call.bmm2_scale),
+        *_options(call),
+    )
+
+
+def _options(call: Call) -> tuple[Hashable, ...]:
+    """The arguments that are no tensors."""
+    return (
         call.max_q_len,
         call.max_kv_len,
         call.batch_size,
@@ -325,7 +369,7 @@ def _prepare(call: Call) -> PreparedCall:
 def _remember(call: Call, prepared: PreparedCall) -> None:
     """Keeps a prepared call; where there are too many, starts over."""
     if len(_prepared) >= _MAX_PREPARED:
-        _prepared.clear()
+        _forget()
     _prepared[_signature(call)] = prepared
 
 

@@ -33,7 +33,7 @@ KV_LENS = [7, 1000, 63, 2049, 777, 0, 300, 4100]
 
 
 def chosen_scheduler(given: dict[str, Any]) -> str:
-    attention._prepared.clear()
+    attention._forget()
     run(given)
     (prepared,) = attention._prepared.values()
     return str(prepared.kernel.row.scheduler)

@@ -77,6 +77,40 @@ def test_one_long_sequence(dims: tuple[int, int], device: torch.device, workspac
         assert_matches(problem, (given["out"], given["lse"]), expect(problem))
 
 
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "heads"),
+    [
+        ([1], [70_000], (1, 1)),  # as many parts as blocks
+        ([3, 1, 2, 90], [20_000, 50, 7000, 2049], (10, 2)),  # far from equal; rows of a tile unused
+        ([1] * 40, [100, 9000, 0, 3000, 17] * 8, (2, 2)),  # more sequences than lanes
+        ([200, 40], [4100, 4100], (6, 2)),  # several tiles, the last one short
+    ],
+    ids=["one row", "uneven", "many sequences", "several tiles"],
+)
+def test_divided_as_the_lengths_ask(
+    q_lens: list[int],
+    kv_lens: list[int],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    device: torch.device,
+    workspace: torch.Tensor,
+) -> None:
+    for is_causal in (True, False):
+        problem = make_problem(
+            q_lens,
+            kv_lens,
+            device=device,
+            dims=dims,
+            heads=heads[0],
+            kv_heads=heads[1],
+            is_causal=is_causal,
+        ).with_options(attention_sinks=torch.randn(heads[0], device=device))
+        given = arguments(problem, workspace)
+        assert chosen_scheduler(given) == "split"
+        assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+
+
 def test_the_rule_leaves_many_rows_to_the_others(device: torch.device, workspace: torch.Tensor) -> None:
     many = make_problem([300] * 4, [300] * 4, device=device, heads=32, kv_heads=32, is_causal=True)
     assert chosen_scheduler(arguments(many, workspace)) == "persistent"

@@ -187,8 +187,8 @@ def _find(call: Call) -> PreparedCall | None:
             if found is not None and key is not None:
                 _recent.remember(key, tensors, found)
         return found
-    except (AttributeError, TypeError, RuntimeError):
-        return None  # an argument is no tensor, cannot be hashed or has no strides: the checks say which
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None  # an argument is no tensor, too few of them, cannot be hashed, ...: the checks say which
 
 
 def _shortcut(call: Call) -> tuple[Hashable, list[Tensor]]:

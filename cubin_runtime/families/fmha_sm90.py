@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cubin_runtime import _driver
 from cubin_runtime.errors import InvalidArgumentError, TableError
@@ -42,7 +42,8 @@ _COMBINE = struct.Struct("<32s 4Q 32s f 20s")
 _COMBINE_SHAPE = struct.Struct("<5i")
 
 _WARPGROUP_ROWS = 64
-_CHUNK = 64  # elements of one 128-byte swizzle span
+_SPAN = 128  # bytes of a row that lie together in shared memory, under the widest swizzle
+_WHOLE_ROWS = 0  # of a box: all spans of a row
 _MAX_MAPS = 1024
 _PART_BYTES = 32  # struct Part
 
@@ -122,11 +123,14 @@ class FmhaSm90Call:
         sm_count = kernel.device.sm_count
         tiling = _Tiling.of(problem, row, sm_count)
         packed = (tiling.tile_tokens, tiling.tile_heads)
-        query_chunks = 1 if row.scheduler is Scheduler.SPLIT else row.head_dim_qk // _CHUNK
-        self._query = _Maps("query", problem.query, (*packed, query_chunks), context)
-        self._key = _Maps("key", problem.key, _box(problem.key, row.tile_kv), context)
-        self._value = _Maps("value", problem.value, _box(problem.value, row.tile_kv), context)
-        self._out = _Maps("out", problem.out, (*packed, row.head_dim_v // _CHUNK), context)
+        query_box = (*packed, 1 if row.scheduler is Scheduler.SPLIT else _WHOLE_ROWS)
+        keys = (row.tile_kv, 1, _WHOLE_ROWS)
+        # Values of 8 bits do not go to the matrix unit as they land (values.cuh).
+        value_swizzle: Literal[0, 128] = 0 if row.dtype_v.bytes == 1 else 128
+        self._query = _Maps(_spans("query", problem.query, query_box), context)
+        self._key = _Maps(_spans("key", problem.key, keys), context)
+        self._value = _Maps(_spans("value", problem.value, keys, value_swizzle), context)
+        self._out = _Maps(_spans("out", problem.out, (*packed, _WHOLE_ROWS)), context)
         layout = workspace(problem, row, sm_count)
         self._tile_counter = layout.offset("tile_counter")
         self._plan = LaunchPlan(kernel, (tiling.grid, 1, 1))
@@ -234,16 +238,9 @@ prepare = FmhaSm90Call
 class _Maps(dict[int, bytes]):
     """Tensor maps of one operand, by address: allocators hand the same addresses out again and again."""
 
-    def __init__(self, name: str, layout: TensorLayout, box: tuple[int, int, int], context: int) -> None:
+    def __init__(self, tiled: TiledMap, context: int) -> None:
         super().__init__()
-        tokens, heads, head_dim = layout.shape
-        self._map = TiledMap(
-            tensor=name,
-            dtype=layout.dtype,
-            dims=(_CHUNK, max(tokens, 1), heads, head_dim // _CHUNK),
-            strides=(*_byte_strides(layout), _CHUNK * layout.dtype.bytes),
-            box=(_CHUNK, *box),
-        )
+        self._map = tiled
         self._context = context
 
     def __missing__(self, address: int) -> bytes:
@@ -254,9 +251,25 @@ class _Maps(dict[int, bytes]):
         return encoded
 
 
-def _box(layout: TensorLayout, rows: int) -> tuple[int, int, int]:
-    """Rows of one head, whole: tokens, heads, chunks."""
-    return rows, 1, layout.shape[2] // _CHUNK
+def _spans(
+    name: str, layout: TensorLayout, box: tuple[int, int, int], swizzle: Literal[0, 128] = 128
+) -> TiledMap:
+    """An operand as (elements of a span, tokens, heads, spans of a row); `box` has all but the first.
+
+    A span is as wide as rows are whole multiples of, and its swizzle no wider (config.h).
+    """
+    tokens, heads, head_dim = layout.shape
+    row = head_dim * layout.dtype.bytes
+    span: Literal[64, 128] = 128 if row % _SPAN == 0 else 64
+    elements = span // layout.dtype.bytes
+    return TiledMap(
+        tensor=name,
+        dtype=layout.dtype,
+        dims=(elements, max(tokens, 1), heads, row // span),
+        strides=(*_byte_strides(layout), span),
+        box=(elements, *box[:2], box[2] or row // span),
+        swizzle=swizzle and span,
+    )
 
 
 def _byte_strides(layout: TensorLayout) -> tuple[int, int]:

@@ -10,7 +10,9 @@ using DType = ptx::Element;
 enum class MaskType { dense, causal, sliding };
 enum class Scheduler { persistent, split };
 
-constexpr DType kDType = DTYPE_Q;
+constexpr DType kQueryType = DTYPE_Q;  // and that of the keys
+constexpr DType kValueType = DTYPE_V;
+constexpr DType kOutType = DTYPE_O;
 constexpr MaskType kMask = MASK_TYPE;
 constexpr int kHeadDimQK = HEAD_DIM_QK;
 constexpr int kHeadDimV = HEAD_DIM_V;
@@ -24,14 +26,31 @@ constexpr int kBlocksPerSM = BLOCKS_PER_SM;
 constexpr bool kSplit = SCHEDULER == Scheduler::split;
 static_assert(!kSplit || kMask != MaskType::sliding, "a window leaves few keys to divide");
 
-static_assert(DTYPE_K == kDType && DTYPE_V == kDType && DTYPE_O == kDType, "this kernel has one dtype throughout");
+static_assert(DTYPE_K == kQueryType, "Q and K are the operands of one product");
+static_assert(ptx::kElementBytes<kOutType> == 2);
 
-// Tiles lie in shared memory as [chunk][row][64 elements]: a row of a chunk is the 128 bytes of one swizzle span.
-constexpr int kChunk = 64;
-constexpr int kChunksQK = kHeadDimQK / kChunk;
-constexpr int kChunksV = kHeadDimV / kChunk;
+// Values of 8 bits are converted on their way to the product (values.cuh).
+constexpr bool kConvertsValues = ptx::kElementBytes<kValueType> == 1;
+constexpr DType kProductType = kConvertsValues ? DType::fp16 : kValueType;
+
+// Tiles lie in shared memory as [chunk][row][span]: a row of a chunk is one span of the swizzle. Q and K have the
+// widest span that their rows are whole multiples of.
+constexpr int kRowBytesQK = kHeadDimQK * ptx::kElementBytes<kQueryType>;
+constexpr int kSpanQK = kRowBytesQK % 128 == 0 ? 128 : 64;  // bytes
+constexpr int kChunksQK = kRowBytesQK / kSpanQK;
+static_assert(kRowBytesQK % kSpanQK == 0, "rows of Q and K are whole spans");
+
+// V, as the product takes it, and the output.
+constexpr int kChunk = 64;  // 16-bit elements
 constexpr int kRowBytes = kChunk * 2;
-static_assert(kHeadDimQK % kChunk == 0 && kHeadDimV % kChunk == 0, "head dims are whole 64-element chunks");
+constexpr int kChunksV = kHeadDimV / kChunk;
+static_assert(kHeadDimV % kChunk == 0, "rows of V are whole spans");
+
+// Where half of the tensor work leaves the softmax on the critical path, it looks for a row's maximum only when it has
+// to (softmax.cuh). There are no registers for it beside 128 accumulators of O.
+constexpr bool kAssumesReference = kConvertsValues && kHeadDimV <= 128;
+
+constexpr int kStepBytes = 32;  // of a row of Q or K: the K of one instruction
 
 constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup: the M of wgmma
 constexpr int kConsumers = kTileQ / kWarpgroupRows;
@@ -39,18 +58,22 @@ static_assert(kConsumers == 1 || kConsumers == 2, "two consumers take turns, one
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = 128 * (kConsumers + 1);
 
-static_assert(kTileKV % 16 == 0 && kTileKV * kRowBytes % 1024 == 0, "a chunk of K or V starts on a swizzle atom");
+static_assert(kTileKV % 16 == 0, "a chunk of K or V starts on a swizzle atom, and P V takes 16 keys at a time");
 
 // Chunks that one copy of Q moves. Rows that do not fill a chunk's 64 (split only) would shift the next chunk.
 constexpr int kQueryBoxChunks = kSplit ? 1 : kChunksQK;
 
 // Q in registers halves what a product reads from shared memory, and frees Q's for the output. It does not fit beside
-// 128 accumulators of O, nor into the registers of one block of several; and 48 registers of it leave none for parts.
-constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1 && (!kSplit || kHeadDimQK <= 128);
+// 128 accumulators of O, nor into the registers of one block of several; and 48 registers of it leave none for parts,
+// nor for the warps that convert values.
+constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1 && ((!kSplit && !kConvertsValues) || kRowBytesQK <= 256);
+
+// The warps that would store staged output convert values, where there are any to convert.
+constexpr bool kStagesOutput = kQInRegisters && !kSplit && !kConvertsValues;
 
 // A multiprocessor has 65,536 registers; setmaxnreg takes multiples of 8. With 48 registers of Q two consumers need
 // the last eight, and the scheduler warp spills a little instead, off every critical path.
-constexpr bool kConsumersAreTight = kQInRegisters && kHeadDimQK > 128;
+constexpr bool kConsumersAreTight = kQInRegisters && kRowBytesQK > 256;
 constexpr int kProducerRegisters = kConsumersAreTight ? 24 : 40;
 constexpr int kConsumerRegisters = kBlocksPerSM == 2 ? 216 : kConsumersAreTight ? 240 : 232;
 static_assert(kBlocksPerSM * 128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "register file");

@@ -43,7 +43,7 @@ class Consumer {
       arrive(s.tile_empty[slot.stage]);
     }
     flush_pending();
-    if constexpr (kQInRegisters) dismiss_store_warp();
+    if constexpr (kStagesOutput) dismiss_store_warp();
     if (kTakesTurns && warpgroup_ == 0) wait_for_turn();
   }
 
@@ -82,7 +82,7 @@ class Consumer {
     wait_for_query();
     // The store warp takes whole tiles only: the rows behind a sequence's end are the next sequence's.
     const bool staged =
-        kQInRegisters && !kSplit && pending_ && shuffled(mine().token) + params_.tile_tokens <= shuffled(mine().q_len);
+        kStagesOutput && pending_ && shuffled(mine().token) + params_.tile_tokens <= shuffled(mine().q_len);
     if (kQInRegisters && !staged) release_query();
 
     const Mask mask(tile, Rows(first_token, tile.q_len, params_), params_.window_left);
@@ -94,12 +94,18 @@ class Consumer {
     }
     remember(shared, first_token);
     clear(o_);
-    for (--block; block >= max(blocks.full_end, last); --block) step<true>(mask, block, last, tile.kv_len);
+    // A row may see no key of the first block, and has a reference behind the second.
+    const int full_end = kAssumesReference ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
+    const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
+    for (--block; block >= max(full_end, last); --block) step<true>(mask, block, last, tile.kv_len);
+    if constexpr (kAssumesReference) {
+      for (bool within = true; within && block >= full_begin; --block) {
+        within = step_within_reference(block, last, tile.kv_len);
+      }
+    }
+    for (; block >= full_begin; --block) step<false>(mask, block, last, tile.kv_len);
     if constexpr (kMask == MaskType::sliding) {
-      for (; block >= max(blocks.full_begin, last); --block) step<false>(mask, block, last, tile.kv_len);
       for (; block >= last; --block) step<true>(mask, block, last, tile.kv_len);
-    } else {
-      for (; block >= last; --block) step<false>(mask, block, last, tile.kv_len);
     }
     pending_valid_rows_ = tile.kv_len - last * kTileKV;
     pending_ = true;
@@ -140,6 +146,35 @@ class Consumer {
     if (moved) rescale_output();
   }
 
+  // A block that all rows see whole. Returns false where a row outgrew its reference: then the logits are made again,
+  // from K that is still there, and the rest of the tile had better look first.
+  __device__ __forceinline__ bool step_within_reference(int block, int last, int kv_len) {
+    take_turn();
+    issue_logits();
+    issue_output(kv_len - (block + 1) * kTileKV);
+    pass_turn();
+    ptx::wgmma_wait<1>();
+    ptx::hold_registers(s_);
+    const bool within = !any_of_warpgroup(!softmax_.next_within_reference(s_));
+    ptx::hold_registers(s_);
+    output_arrived();
+    bool moved = false;
+    if (!within) {
+      issue_logits();
+      ptx::wgmma_wait<0>();
+      ptx::hold_registers(s_);
+      moved = softmax_.next(s_);
+    }
+    logits_arrived(block == last);
+    probabilities_to_operand();
+    if (moved) rescale_output();
+    return within;
+  }
+
+  __device__ __forceinline__ bool any_of_warpgroup(bool condition) const {
+    return shuffled(ptx::named_barrier_any(kWarpgroupBarrier + warpgroup_, 128, condition));
+  }
+
   __device__ __forceinline__ void flush_pending() {
     if (kSeamless && pending_) flush();
   }
@@ -171,13 +206,15 @@ class Consumer {
 
   // s = Q K^T
   __device__ __forceinline__ void issue_logits() {
-    using Product = ptx::Wgmma<kDType, kTileKV>;
-    const uint64_t k = ptx::matrix_descriptor(ptx::shared_address(storage().k[k_ring_.stage]), 0);
+    using Product = ptx::Wgmma<kQueryType, kTileKV>;
+    constexpr int kStepsPerChunk = kSpanQK / kStepBytes;
+    const uint64_t k = ptx::matrix_descriptor<kSpanQK>(ptx::shared_address(storage().k[k_ring_.stage]), 0);
     ptx::hold_registers(s_);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kHeadDimQK / 16; ++i) {
-      const uint64_t b = ptx::advance_descriptor(k, (i / 4) * (kTileKV * kRowBytes) + (i % 4) * 32);
+    for (int i = 0; i < kRowBytesQK / kStepBytes; ++i) {
+      const int chunk = i / kStepsPerChunk, step = i % kStepsPerChunk * kStepBytes;
+      const uint64_t b = ptx::advance_descriptor(k, chunk * (kTileKV * kSpanQK) + step);
       if constexpr (kQInRegisters) {
         if (i == 0) {
           Product::template rs<ptx::Major::K, false>(s_, q_[0], q_[1], q_[2], q_[3], b);
@@ -185,8 +222,8 @@ class Consumer {
           Product::template rs<ptx::Major::K, true>(s_, q_[4 * i], q_[4 * i + 1], q_[4 * i + 2], q_[4 * i + 3], b);
         }
       } else {
-        const uint64_t q = ptx::matrix_descriptor(ptx::shared_address(storage().q[warpgroup_]), 0);
-        const uint64_t a = ptx::advance_descriptor(q, (i / 4) * (kWarpgroupRows * kRowBytes) + (i % 4) * 32);
+        const uint64_t q = ptx::matrix_descriptor<kSpanQK>(ptx::shared_address(storage().q[warpgroup_]), 0);
+        const uint64_t a = ptx::advance_descriptor(q, chunk * (kWarpgroupRows * kSpanQK) + step);
         if (i == 0) {
           Product::template ss<false>(s_, a, b);
         } else {
@@ -201,8 +238,8 @@ class Consumer {
   __device__ __forceinline__ void issue_output(int valid_rows) {
     Storage& s = storage();
     ptx::mbarrier_wait(s.v_full[v_ring_.stage], v_ring_.parity);
-    if (valid_rows < kTileKV) clear_foreign_values(valid_rows);
-    const uint64_t v = ptx::matrix_descriptor(ptx::shared_address(s.v[v_ring_.stage]), kTileKV * kRowBytes);
+    if (!kConvertsValues && valid_rows < kTileKV) clear_foreign_values(valid_rows);
+    const uint64_t v = ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(s.v[v_ring_.stage]), kTileKV * kRowBytes);
     ptx::hold_registers(o_);
     ptx::hold_registers(p_);
     ptx::wgmma_fence();
@@ -211,7 +248,7 @@ class Consumer {
 #pragma unroll
       for (int column = 0; column < kHeadDimV; column += kProductN) {
         using Columns = float[kProductN / 2];
-        ptx::Wgmma<kDType, kProductN>::template rs<ptx::Major::MN, true>(
+        ptx::Wgmma<kProductType, kProductN>::template rs<ptx::Major::MN, true>(
             reinterpret_cast<Columns&>(o_[column / 2]), p_[4 * i], p_[4 * i + 1], p_[4 * i + 2], p_[4 * i + 3],
             ptx::advance_descriptor(v, i * 16 * kRowBytes + column / kChunk * (kTileKV * kRowBytes)));
       }
@@ -260,7 +297,7 @@ class Consumer {
   // The accumulator layout of two neighbouring 8-column groups is the A operand layout of 16 columns.
   __device__ __forceinline__ void probabilities_to_operand() {
 #pragma unroll
-    for (int i = 0; i < kTileKV / 4; ++i) p_[i] = pack(s_[2 * i], s_[2 * i + 1]);
+    for (int i = 0; i < kTileKV / 4; ++i) p_[i] = pack<kProductType>(s_[2 * i], s_[2 * i + 1]);
   }
 
   __device__ __forceinline__ void rescale_output() {
@@ -283,19 +320,22 @@ class Consumer {
 
   __device__ __forceinline__ void load_query_registers() {
     const int row = warp_ * 16 + (lane_ & 15);
-    const uint32_t row_address = ptx::shared_address(storage().q[warpgroup_]) + row * kRowBytes;
+    const uint32_t row_address = ptx::shared_address(storage().q[warpgroup_]) + row * kSpanQK;
+    // The swizzle permutes a span's 16-byte units by the number of the 128-byte line that they lie in.
+    constexpr int kUnits = kSpanQK / 16;
+    const uint32_t pattern = row * kSpanQK / 128 % kUnits;
 #pragma unroll
-    for (int i = 0; i < kHeadDimQK / 16; ++i) {
-      const uint32_t unit = (i % 4) * 2 + (lane_ >> 4);
+    for (int i = 0; i < kRowBytesQK / kStepBytes; ++i) {
+      const uint32_t unit = 2 * i % kUnits + (lane_ >> 4);
       uint32_t fragment[4];
       ptx::ldmatrix_x4(fragment,
-                       row_address + (i / 4) * (kWarpgroupRows * kRowBytes) + ((unit ^ (row & 7)) << 4));
+                       row_address + 2 * i / kUnits * (kWarpgroupRows * kSpanQK) + ((unit ^ pattern) << 4));
 #pragma unroll
       for (int j = 0; j < 4; ++j) q_[4 * i + j] = fragment[j];
     }
     if (negative_scale_) {
 #pragma unroll
-      for (int i = 0; i < kHeadDimQK / 4; ++i) q_[i] ^= kSignBits;
+      for (uint32_t& word : q_) word ^= kSignBits;
     }
   }
 
@@ -385,7 +425,7 @@ class Consumer {
     for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.f;
   }
 
-  static constexpr uint32_t kSignBits = 0x80008000;
+  static constexpr uint32_t kSignBits = ptx::kElementBytes<kQueryType> == 1 ? 0x80808080 : 0x80008000;
 
   const Params& params_;
   const int warpgroup_, warp_, lane_;
@@ -396,7 +436,7 @@ class Consumer {
   Logits s_;
   Output o_;
   uint32_t p_[kTileKV / 4];
-  uint32_t q_[kQInRegisters ? kHeadDimQK / 4 : 1];
+  uint32_t q_[kQInRegisters ? kRowBytesQK / 8 : 1];
 
   Ring<kStagesK> k_ring_;
   Ring<kStagesV> v_ring_;

@@ -10,8 +10,9 @@ namespace fmha {
 
 using Output = float[kHeadDimV / 2];
 
+template <DType kType>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
-  if constexpr (kDType == DType::bf16) return ptx::pack_bf16x2(low, high);
+  if constexpr (kType == DType::bf16) return ptx::pack_bf16x2(low, high);
   return ptx::pack_fp16x2(low, high);
 }
 
@@ -42,7 +43,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const PendingTi
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int i = 4 * (4 * group + j) + 2 * r;
-        words[j] = pack(o[i] * factor[r], o[i + 1] * factor[r]);
+        words[j] = pack<kOutType>(o[i] * factor[r], o[i + 1] * factor[r]);
       }
       quad_transpose(words);
       if (rows.valid[r]) *reinterpret_cast<uint4*>(out + 32 * group) = make_uint4(words[0], words[1], words[2], words[3]);
@@ -51,8 +52,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const PendingTi
 }
 
 // The warp's 16 rows into its consumer's Q buffer, in the layout that out_map's box expects.
-__device__ __forceinline__ void stage_rows(uint16_t (*buffer)[kWarpgroupRows][kChunk], const Output& o,
-                                           const float (&factor)[kRowsPerThread]) {
+__device__ __forceinline__ void stage_rows(void* buffer, const Output& o, const float (&factor)[kRowsPerThread]) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
   const int row = warp * 16 + (lane & 15);
   const uint32_t row_address = ptx::shared_address(buffer) + row * kRowBytes;
@@ -61,10 +61,10 @@ __device__ __forceinline__ void stage_rows(uint16_t (*buffer)[kWarpgroupRows][kC
     const int unit = j + (lane >> 4);  // of 8 columns: one matrix of the four that a warp stores together
     const uint32_t swizzled = ((unit & 7) ^ (row & 7)) << 4;
     ptx::stmatrix_x4(row_address + (unit >> 3) * (kWarpgroupRows * kRowBytes) + swizzled,
-                     pack(o[4 * j] * factor[0], o[4 * j + 1] * factor[0]),
-                     pack(o[4 * j + 2] * factor[1], o[4 * j + 3] * factor[1]),
-                     pack(o[4 * j + 4] * factor[0], o[4 * j + 5] * factor[0]),
-                     pack(o[4 * j + 6] * factor[1], o[4 * j + 7] * factor[1]));
+                     pack<kOutType>(o[4 * j] * factor[0], o[4 * j + 1] * factor[0]),
+                     pack<kOutType>(o[4 * j + 2] * factor[1], o[4 * j + 3] * factor[1]),
+                     pack<kOutType>(o[4 * j + 4] * factor[0], o[4 * j + 5] * factor[0]),
+                     pack<kOutType>(o[4 * j + 6] * factor[1], o[4 * j + 7] * factor[1]));
   }
 }
 

@@ -1,4 +1,4 @@
-// Ragged attention prefill for compute capability 9.0a: out = softmax(bmm1_scale Q K^T + mask) V, 16-bit types.
+// Ragged attention prefill for compute capability 9.0a: out = softmax(bmm1_scale Q K^T + mask) V, 16- and 8-bit types.
 //
 // Persistent blocks of two or three warpgroups: a producer that feeds shared memory with the tensor copy engine, and
 // one or two consumers of 64 query rows each. Read consumer.cuh for the main loop, scheduler.cuh for the

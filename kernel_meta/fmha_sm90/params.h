@@ -9,11 +9,12 @@
 namespace fmha {
 
 struct Params {
-  // (64 elements, tokens, heads, head_dim / 64), 128-byte swizzle.
-  ptx::TensorMap query_map;  // box (64, tile_tokens, tile_heads, kQueryBoxChunks)
-  ptx::TensorMap key_map;    // box (64, kTileKV, 1, head_dim / 64)
-  ptx::TensorMap value_map;  // box (64, kTileKV, 1, head_dim / 64)
-  ptx::TensorMap out_map;    // box (64, tile_tokens, tile_heads, head_dim / 64); not for the split scheduler
+  // (elements of a span, tokens, heads, spans of a row). A span has 128 bytes, or 64 where rows are no multiple of 128,
+  // and as wide a swizzle; values of 8 bits have none.
+  ptx::TensorMap query_map;  // box (span, tile_tokens, tile_heads, kQueryBoxChunks)
+  ptx::TensorMap key_map;    // box (span, kTileKV, 1, spans)
+  ptx::TensorMap value_map;  // box (span, kTileKV, 1, spans)
+  ptx::TensorMap out_map;    // box (span, tile_tokens, tile_heads, spans); not for the split scheduler
 
   void* out;                         // [total_q, num_heads_q, head_dim_v]
   float* lse;                        // [total_q, num_heads_q] or null

@@ -1,10 +1,12 @@
-// The producer warpgroup: one warp loads K and V, one schedules and loads Q, one per consumer stores its output.
+// The producer warpgroup: one warp loads K and V, one schedules and loads Q; the others convert values of 8 bits, or
+// store the outputs, one per consumer.
 #pragma once
 #include "common/ptx/grid.cuh"
 #include "common/ptx/tma.cuh"
 #include "params.h"
 #include "scheduler.cuh"
 #include "storage.cuh"
+#include "values.cuh"
 
 namespace fmha {
 
@@ -16,7 +18,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
   Storage& s = storage();
   const uint64_t policy = ptx::l2_policy_evict_last();
   Ring<kStagesK> k_ring;
-  Ring<kStagesV> v_ring;
+  Ring<kConvertsValues ? kStagesLanding : kStagesV> v_ring;
   Ring<kTileSlots> slot;
 
   for (;; slot.advance()) {
@@ -28,19 +30,20 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
     const int tokens = tile_tokens(params);
     const BlockRange blocks = block_range(tile, tile.q_block * tokens, tokens, params);
     const int kv_head = tile.head / params.heads_per_kv_head;
-    auto load_k = [&](int block) {
-      ptx::mbarrier_wait(s.k_empty[k_ring.stage], k_ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect(s.k_full[k_ring.stage], kKBytes);
-      ptx::tma_load_4d(s.k[k_ring.stage], params.key_map, s.k_full[k_ring.stage], policy, 0,
-                       tile.kv_start + block * kTileKV, kv_head, 0);
-      k_ring.advance();
+    auto load = [&](auto& stages, const ptx::TensorMap& map, auto& full, auto& empty, auto& ring, int block) {
+      ptx::mbarrier_wait(empty[ring.stage], ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect(full[ring.stage], sizeof(stages[0]));
+      ptx::tma_load_4d(stages[ring.stage], map, full[ring.stage], policy, 0, tile.kv_start + block * kTileKV, kv_head,
+                       0);
+      ring.advance();
     };
+    auto load_k = [&](int block) { load(s.k, params.key_map, s.k_full, s.k_empty, k_ring, block); };
     auto load_v = [&](int block) {
-      ptx::mbarrier_wait(s.v_empty[v_ring.stage], v_ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect(s.v_full[v_ring.stage], kVBytes);
-      ptx::tma_load_4d(s.v[v_ring.stage], params.value_map, s.v_full[v_ring.stage], policy, 0,
-                       tile.kv_start + block * kTileKV, kv_head, 0);
-      v_ring.advance();
+      if constexpr (kConvertsValues) {
+        load(s.landing, params.value_map, s.landing_full, s.landing_empty, v_ring, block);
+      } else {
+        load(s.v, params.value_map, s.v_full, s.v_empty, v_ring, block);
+      }
     };
 
     const int count = blocks.end - blocks.begin;
@@ -60,7 +63,7 @@ __device__ __forceinline__ void load_query(const Params& params, const Tile& til
                                            uint64_t policy) {
   Storage& s = storage();
   // Rows land as [head][token].
-  ptx::mbarrier_arrive_expect(s.q_full[consumer], params.tile_tokens * params.tile_heads * kRowBytes * kChunksQK);
+  ptx::mbarrier_arrive_expect(s.q_full[consumer], params.tile_tokens * params.tile_heads * kRowBytesQK);
   for (int chunk = 0; chunk < kChunksQK; chunk += kQueryBoxChunks) {
     ptx::tma_load_4d(s.q[consumer][chunk], params.query_map, s.q_full[consumer], policy, 0, tile.q_start + token,
                      tile.head, chunk);
@@ -134,7 +137,9 @@ __device__ __forceinline__ void run_producer(const Params& params) {
     if (leader) load_keys_and_values(params);
   } else if (warp == 1) {
     schedule_and_load_queries(params);
-  } else if (kQInRegisters && warp - 2 < kConsumers && leader) {
+  } else if constexpr (kConvertsValues) {
+    convert_values(params, warp - 2);
+  } else if (kStagesOutput && warp - 2 < kConsumers && leader) {
     store_outputs(params, warp - 2);
   }
 }

@@ -128,7 +128,7 @@ class TileScheduler {
     const int sharing_keys = params_.heads_per_kv_head / params_.tile_heads;
     if constexpr (kMask == MaskType::dense) return sharing_keys;
     constexpr int kBudgetBytes = 32 << 20;
-    constexpr int kBytesPerKey = 2 * (kHeadDimQK + kHeadDimV);
+    constexpr int kBytesPerKey = kRowBytesQK + kHeadDimV * ptx::kElementBytes<kValueType>;
     const int shared_keys = kMask == MaskType::sliding ? min(kv_len, params_.window_left + 16 * kTileQ) : kv_len;
     const int kv_heads = kBudgetBytes / (kBytesPerKey * max(1, shared_keys));
     return max(1, min(head_tiles_, kv_heads * sharing_keys));

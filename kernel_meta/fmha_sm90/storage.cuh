@@ -23,16 +23,23 @@ struct PendingTile {
   int slot;  // split: of its part; negative: the keys are not divided
 };
 
+// Where V lands that is converted before the product. With 16-bit Q and K there is no room for two stages.
+constexpr int kStagesLanding = !kConvertsValues ? 0 : ptx::kElementBytes<kQueryType> == 1 ? 2 : 1;
+constexpr int kLandingColumns = 128;
+constexpr int kConverterWarps = 2;
+
 struct alignas(1024) Storage {
   // Q of each consumer; where Q moves to registers, the same bytes then stage the output of the tile before.
-  uint16_t q[kConsumers][kChunksQK][kWarpgroupRows][kChunk];
-  uint16_t k[kStagesK][kChunksQK][kTileKV][kChunk];
+  uint8_t q[kConsumers][kChunksQK][kWarpgroupRows][kSpanQK];
+  uint8_t k[kStagesK][kChunksQK][kTileKV][kSpanQK];
   uint16_t v[kStagesV][kChunksV][kTileKV][kChunk];
+  uint8_t landing[kStagesLanding][kHeadDimV / kLandingColumns][kTileKV][kLandingColumns];
 
   // `full`: the data has landed. `empty`: every reader is done.
   ptx::Mbarrier q_full[kConsumers], q_empty[kConsumers];
   ptx::Mbarrier k_full[kStagesK], k_empty[kStagesK];
   ptx::Mbarrier v_full[kStagesV], v_empty[kStagesV];
+  ptx::Mbarrier landing_full[kStagesLanding], landing_empty[kStagesLanding];
   ptx::Mbarrier tile_full[kTileSlots], tile_empty[kTileSlots];
   ptx::Mbarrier store_full[kConsumers];
   ptx::Mbarrier near_end;  // the loader is about to run out of work: time to draw the next tile
@@ -43,13 +50,11 @@ struct alignas(1024) Storage {
 };
 
 constexpr int kQBytes = sizeof(Storage::q) / kConsumers;
-constexpr int kKBytes = sizeof(Storage::k) / kStagesK;
-constexpr int kVBytes = sizeof(Storage::v) / kStagesV;
 
 constexpr int kReservedPerBlock = 1024;  // by the system
 static_assert(kBlocksPerSM * (sizeof(Storage) + kReservedPerBlock) <= 233472,
               "a multiprocessor of compute capability 9.0 has 228 KiB of shared memory");
-static_assert(kHeadDimV <= kHeadDimQK, "the output is staged in the bytes of Q");
+static_assert(!kStagesOutput || kChunksV * kRowBytes <= kRowBytesQK, "the output is staged in the bytes of Q");
 
 __device__ __forceinline__ Storage& storage() {
   extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
@@ -82,12 +87,16 @@ __device__ __forceinline__ void init_barriers(Storage& s) {
     ptx::mbarrier_init(s.k_empty[i], kConsumerWarps);
   }
   for (int i = 0; i < kStagesV; ++i) {
-    ptx::mbarrier_init(s.v_full[i], 1);
+    ptx::mbarrier_init(s.v_full[i], kConvertsValues ? kConverterWarps : 1);
     ptx::mbarrier_init(s.v_empty[i], kConsumerWarps);
   }
   for (int i = 0; i < kTileSlots; ++i) {
     ptx::mbarrier_init(s.tile_full[i], 1);
-    ptx::mbarrier_init(s.tile_empty[i], kConsumerWarps + 1);
+    ptx::mbarrier_init(s.tile_empty[i], kConsumerWarps + (kConvertsValues ? kConverterWarps : 0) + 1);
+  }
+  for (int i = 0; i < kStagesLanding; ++i) {
+    ptx::mbarrier_init(s.landing_full[i], 1);
+    ptx::mbarrier_init(s.landing_empty[i], kConverterWarps);
   }
   ptx::mbarrier_init(s.near_end, 1);
   ptx::fence_mbarrier_init();

@@ -27,6 +27,9 @@ from cubin_runtime import trtllm_ragged_attention_deepseek as attend
 attention._current_stream = lambda device: {STREAM} + device
 """
 
+FP8 = "dtype=torch.float8_e4m3fn"
+BF16_OUT = "out=CudaTensor((320, 32, 128))"
+
 # Arguments of `cuda_call`. "causal" has lengths (300, 20) and (400, 50), 32 heads over 16, dims (192, 128).
 CALLS = {
     "causal": "",
@@ -36,6 +39,20 @@ CALLS = {
     "window over the longest row": "window_left=399",
     "window beyond": "window_left=2**31 - 1",
     "fp16": "dtype=torch.float16",
+    "fp8": f"{FP8}, {BF16_OUT}",
+    "fp8, fp16 out": f"{FP8}, out=CudaTensor((320, 32, 128), torch.float16)",
+    "fp8, head dims 128": f"{FP8}, head_dims=(128, 128), {BF16_OUT}",
+    "fp8, head dims 256": f"{FP8}, head_dims=(256, 256), window_left=100, out=CudaTensor((320, 32, 256))",
+    "fp8, few rows": f"[3], [9000], heads=(16, 2), {FP8}, out=CudaTensor((3, 16, 128))",
+    "fp8, key and value in one buffer": (
+        "key=CudaTensor((450, 16, 192), torch.float8_e4m3fn, strides=(5120, 320, 1), address=1 << 50), "
+        "value=CudaTensor((450, 16, 128), torch.float8_e4m3fn, strides=(5120, 320, 1), "
+        f"address=(1 << 50) + 192), {FP8}, {BF16_OUT}"
+    ),
+    "fp8 values": "value=CudaTensor((450, 16, 128), torch.float8_e4m3fn)",
+    "fp8 values, head dims 256": (
+        "head_dims=(256, 256), is_causal=False, value=CudaTensor((450, 16, 256), torch.float8_e4m3fn)"
+    ),
     "head dims 128": "head_dims=(128, 128)",
     "head dims 256": "head_dims=(256, 256)",
     "tensor scales": "bmm1_scale=CudaTensor((), torch.float32), bmm2_scale=CudaTensor((1,), torch.float32)",
@@ -76,7 +93,7 @@ CALLS = {
 COMBINE = find_step("fmha_sm90", "combine", Capability(9, 0))
 MAPS = ("query_map", "key_map", "value_map", "out_map")
 DIVISION = ("parts", "count", "sums", "statistics", "tile_tokens", "tile_heads", "least_blocks_per_part")
-SLIDING = {"sliding": 100, "window that hides one key": 398}
+SLIDING = {"sliding": 100, "fp8, head dims 256": 100, "window that hides one key": 398}
 
 
 class Launch(NamedTuple):
@@ -96,7 +113,10 @@ DESCRIBE = """
 def describe(value):
     if not isinstance(value, torch.Tensor):
         return value
-    return {"address": value.data_ptr(), "shape": list(value.shape), "strides": list(value.stride())}
+    return {
+        "address": value.data_ptr(), "shape": list(value.shape), "strides": list(value.stride()),
+        "bytes": value.dtype.itemsize,
+    }
 """
 
 
@@ -230,25 +250,33 @@ def test_tensor_maps(launches: dict[str, Launch], name: str) -> None:
     for number, operand in enumerate(("query", "key", "value", "out")):
         tensor = launch.arguments[operand]
         tokens, heads, head_dim = tensor["shape"]
-        token_stride, head_stride, _ = (2 * stride for stride in tensor["strides"])
-        box = [row.tile_kv, 1, head_dim // 64]
+        size = tensor["bytes"]
+        token_stride, head_stride, _ = (size * stride for stride in tensor["strides"])
+        # Rows in spans of 128 bytes, those of 192 bytes in spans of 64.
+        span = 64 if size * head_dim == 192 else 128
+        spans = size * head_dim // span
+        box = [row.tile_kv, 1, spans]
         if operand in ("query", "out"):
-            box = [given["tile_tokens"], given["tile_heads"], head_dim // 64]
+            box = [given["tile_tokens"], given["tile_heads"], spans]
         if operand == "query" and row.scheduler is Scheduler.SPLIT:
             box[2] = 1
         encoded = launch.maps[number]
         assert encoded["address"] == (tensor["address"] or launch.arguments["workspace_buffer"]["address"])
-        assert encoded["dims"] == [64, max(tokens, 1), heads, head_dim // 64]
-        assert encoded["box"] == [64, *box]
+        assert encoded["dims"] == [span // size, max(tokens, 1), heads, spans]
+        assert encoded["box"] == [span // size, *box]
         assert encoded["strides"] == [
-            token_stride if tokens > 1 else 2 * head_dim,
-            head_stride if heads > 1 else 2 * head_dim,
-            128,
+            token_stride if tokens > 1 else size * head_dim,
+            head_stride if heads > 1 else size * head_dim,
+            span,
         ]
-        # Numbers of cuda.h: FLOAT16 6, BFLOAT16 9; no interleave, SWIZZLE_128B 3, L2_256B 3, zeros outside.
-        assert encoded["dtype"] == (6 if row.dtype_q is DType.FP16 else 9)
-        options = ("interleave", "swizzle", "l2_promotion", "oob_fill", "element_strides")
-        assert [encoded[option] for option in options] == [0, 3, 3, 0, [1, 1, 1, 1]]
+        # Numbers of cuda.h: UINT8 0, FLOAT16 6, BFLOAT16 9; no interleave, L2_256B 3, zeros outside.
+        dtype = getattr(row, f"dtype_{operand[0]}")
+        assert encoded["dtype"] == {DType.E4M3: 0, DType.FP16: 6, DType.BF16: 9}[dtype]
+        options = ("interleave", "l2_promotion", "oob_fill", "element_strides")
+        assert [encoded[option] for option in options] == [0, 3, 0, [1, 1, 1, 1]]
+        # SWIZZLE_NONE 0, 64B 2, 128B 3: as wide as the span; values of 8 bits are converted first.
+        converted = operand == "value" and size == 1
+        assert encoded["swizzle"] == (0 if converted else {64: 2, 128: 3}[span])
         words = struct.unpack_from("<2IQ", given[f"{operand}_map"])  # the stub begins its maps with these
         assert words == (encoded["dtype"], 4, encoded["address"])
     assert len(launch.maps) == 4
@@ -278,7 +306,14 @@ def test_mask_of_the_kernel(launches: dict[str, Launch], name: str, mask: str) -
 
 @pytest.mark.parametrize(
     ("name", "columns"),
-    [("fp16", "fp16_fp16_fp16_fp16_h192x128"), ("head dims 128", "h128x128"), ("head dims 256", "h256x256")],
+    [
+        ("fp16", "fp16_fp16_fp16_fp16_h192x128"),
+        ("head dims 128", "h128x128"),
+        ("head dims 256", "h256x256"),
+        ("fp8", "e4m3_e4m3_e4m3_bf16_h192x128"),
+        ("fp8, fp16 out", "e4m3_e4m3_e4m3_fp16_h192x128"),
+        ("fp8 values", "bf16_bf16_e4m3_bf16_h192x128"),
+    ],
 )
 def test_dtype_and_head_dims_of_the_kernel(launches: dict[str, Launch], name: str, columns: str) -> None:
     assert f"_{columns}_causal_" in launches[name].call["kernel"]

@@ -10,10 +10,10 @@ import itertools
 import torch
 
 from tests.gpu.support import (
-    DTYPES,
     FEW_AND_MANY_HEADS,
     HEAD_DIMS,
     MASKS,
+    TYPES,
     assert_matches,
     call,
     expect,
@@ -29,11 +29,11 @@ def main() -> None:
     """Runs and checks them all, in tensors that are exactly as large as the call may touch."""
     device = torch.device("cuda", 0)
     workspace = make_workspace(device, size=16 << 20)
-    for dims, dtype, mask, heads in itertools.product(HEAD_DIMS, DTYPES, MASKS, FEW_AND_MANY_HEADS):
+    for dims, types, mask, heads in itertools.product(HEAD_DIMS, TYPES, MASKS, FEW_AND_MANY_HEADS):
         problem = make_problem(
-            Q_LENS, KV_LENS, device=device, dims=dims, heads=heads, dtype=dtype, **MASKS[mask]
+            Q_LENS, KV_LENS, device=device, dims=dims, heads=heads, types=TYPES[types], **MASKS[mask]
         )
-        context = f"{dims} {dtype} {mask}, {heads} heads"
+        context = f"{dims} {types} {mask}, {heads} heads"
         assert_matches(problem, call(problem, workspace), expect(problem), context=context)
 
 

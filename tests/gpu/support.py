@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ import cubin_runtime
 from cubin_runtime.reference import ragged_attention_reference
 
 HEAD_DIMS = [(192, 128), (128, 128), (256, 256)]
-DTYPES = [torch.bfloat16, torch.float16]
+E4M3 = torch.float8_e4m3fn
 # So many that even one row of each fills more than half of the device, and with few: see few_rows.py.
 MANY_HEADS = 72
 FEW_AND_MANY_HEADS = [4, MANY_HEADS]
@@ -22,14 +22,33 @@ MASKS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "sliding": {"is_causal": True, "window_left": 150},
 }
-# Relative Frobenius error of out against float32.
+# Relative Frobenius error of out against float32. The products of 8-bit queries and keys round their sums.
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
+_FP8_TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 3e-3}
 LSE_TOLERANCE = 1e-3
+_FP8_LSE_TOLERANCE = 2e-3
 WORKSPACE_BYTES = 128 << 20
 _GUARD_BYTES = 64 << 10
 _GUARD_PATTERN = 0xA5
 
 Results = tuple[torch.Tensor, torch.Tensor]
+
+
+class Types(NamedTuple):
+    """Element types of query and key, of value, and of out."""
+
+    query: torch.dtype
+    value: torch.dtype
+    out: torch.dtype
+
+
+TYPES = {
+    "bf16": Types(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "fp16": Types(torch.float16, torch.float16, torch.float16),
+    "fp8": Types(E4M3, E4M3, torch.bfloat16),
+    "fp8 to fp16": Types(E4M3, E4M3, torch.float16),
+    "fp8 values": Types(torch.bfloat16, E4M3, torch.bfloat16),
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,15 @@ class Problem:
     q_lens: list[int]
     kv_lens: list[int]
     options: dict[str, Any] = field(default_factory=dict)
+    out_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def tolerance(self) -> float:
+        return (_FP8_TOLERANCE if self.query.dtype == E4M3 else TOLERANCE)[self.out_dtype]
+
+    @property
+    def lse_tolerance(self) -> float:
+        return _FP8_LSE_TOLERANCE if self.query.dtype == E4M3 else LSE_TOLERANCE
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +117,7 @@ def make_problem(
     dims: tuple[int, int] = (128, 128),
     heads: int = 1,
     kv_heads: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
+    types: Types = TYPES["bf16"],
     padding: int = 0,
     seed: int = 0,
     **options: Any,
@@ -97,17 +125,19 @@ def make_problem(
     """Normal inputs. `padding` tokens at the end of every tensor belong to no sequence."""
     generator = torch.Generator(device).manual_seed(seed)
 
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+    def randn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        drawn_as = torch.bfloat16 if dtype == E4M3 else dtype
+        return torch.randn(*shape, generator=generator, device=device, dtype=drawn_as).to(dtype)
 
     total_q, total_kv = sum(q_lens) + padding, sum(kv_lens) + padding
     return Problem(
-        query=randn(total_q, heads, dims[0]),
-        key=randn(total_kv, kv_heads, dims[0]),
-        value=randn(total_kv, kv_heads, dims[1]),
+        query=randn(types.query, total_q, heads, dims[0]),
+        key=randn(types.query, total_kv, kv_heads, dims[0]),
+        value=randn(types.value, total_kv, kv_heads, dims[1]),
         q_lens=list(q_lens),
         kv_lens=list(kv_lens),
         options={"bmm1_scale": 1 / math.sqrt(dims[0]), **options},
+        out_dtype=types.out,
     )
 
 
@@ -139,7 +169,7 @@ def arguments(problem: Problem, workspace: torch.Tensor, **overrides: Any) -> di
         **overrides,
     }
     if "out" not in given:
-        given["out"] = poisoned(problem.out_shape, problem.query.dtype, problem.device)
+        given["out"] = poisoned(problem.out_shape, problem.out_dtype, problem.device)
     if "lse" not in given:
         given["lse"] = poisoned(problem.out_shape[:2], torch.float32, problem.device)
     return given
@@ -214,7 +244,7 @@ def assert_matches(
     (out, lse), (exact, exact_lse) = actual, expected
     for number, rows in enumerate(problem.spans()):
         difference = (out[rows].float() - exact[rows]).norm()
-        limit = TOLERANCE[problem.query.dtype] * exact[rows].norm()
+        limit = problem.tolerance * exact[rows].norm()
         assert bool(difference <= limit), (  # NaN fails too
             f"sequence {number} ({problem.q_lens[number]} x {problem.kv_lens[number]}): "
             f"error {float(difference):.3g}, allowed {float(limit):.3g} {context}"
@@ -223,7 +253,12 @@ def assert_matches(
     if not has_lse:
         return
     torch.testing.assert_close(
-        lse, exact_lse, rtol=0, atol=LSE_TOLERANCE, equal_nan=True, msg=lambda text: f"lse: {text} {context}"
+        lse,
+        exact_lse,
+        rtol=0,
+        atol=problem.lse_tolerance,
+        equal_nan=True,
+        msg=lambda text: f"lse: {text} {context}",
     )
     empty = exact_lse == -math.inf
     assert bool((out[empty] == 0).all()), f"rows without keys are not zero {context}"

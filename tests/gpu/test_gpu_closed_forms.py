@@ -11,6 +11,7 @@ from cuda.bindings import driver
 
 from cubin_runtime.errors import CubinRuntimeError, NoKernelError
 from tests.gpu.support import (
+    E4M3,
     HEAD_DIMS,
     Problem,
     arguments,
@@ -27,7 +28,6 @@ from tests.gpu.support import (
 
 pytestmark = pytest.mark.gpu
 
-E4M3 = torch.float8_e4m3fn
 BACKENDS = ["trtllm-gen", "trtllm-native", "reference"]
 
 
@@ -222,7 +222,7 @@ def test_sinks_of_another_kind_are_refused(kind: str, device: torch.device, work
 
 
 @pytest.mark.parametrize(
-    "variant", ["fp8", "mixed", "int8 sage", "skip-softmax", "fp16 softmax", "spcompress"]
+    "variant", ["fp8 with bf16 values", "int8 sage", "skip-softmax", "fp16 softmax", "spcompress"]
 )
 def test_variants_without_a_kernel_say_so(
     variant: str, device: torch.device, workspace: torch.Tensor
@@ -231,12 +231,11 @@ def test_variants_without_a_kernel_say_so(
     problem = two_scores(device)
     query, key, value = problem.query, problem.key, problem.value
     options: dict[str, Any] = {}
-    if variant in ("fp8", "spcompress"):
+    if variant == "fp8 with bf16 values":
+        query, key = query.to(E4M3), key.to(E4M3)
+    elif variant == "spcompress":
         query, key, value = query.to(E4M3), key.to(E4M3), value.to(E4M3)
-    if variant == "spcompress":
         options = {"uses_spcompress": True}
-    elif variant == "mixed":
-        value = value.to(E4M3)
     elif variant == "int8 sage":
         query, key, value = query.to(torch.int8), key.to(torch.int8), value.to(E4M3)
         scales = torch.ones(1, 1, device=device), torch.ones(1, 1, device=device)

@@ -14,10 +14,11 @@ import torch
 
 import cubin_runtime
 from tests.gpu.support import (
-    DTYPES,
+    E4M3,
     HEAD_DIMS,
     MANY_HEADS,
     MASKS,
+    TYPES,
     Guarded,
     arguments,
     assert_matches,
@@ -55,11 +56,11 @@ def dirty_workspaces(device: torch.device) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=lambda n: f"gqa{HEADS // n}")
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+@pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_variant(
     dims: tuple[int, int],
-    dtype: torch.dtype,
+    types: str,
     mask: str,
     has_sinks: bool,
     kv_heads: int,
@@ -74,7 +75,7 @@ def test_variant(
         dims=dims,
         heads=HEADS,
         kv_heads=kv_heads,
-        dtype=dtype,
+        types=TYPES[types],
         padding=3,
         attention_sinks=sinks_for(HEADS, device) if has_sinks else None,
         bmm2_scale=bmm2_scale,
@@ -83,7 +84,7 @@ def test_variant(
     expected = expect(problem)
     dirt = itertools.cycle(dirty_workspaces)
     for (kind, scale), return_lse in itertools.product(SCALES.items(), [True, False]):
-        out = Guarded(problem.out_shape, dtype, device)
+        out = Guarded(problem.out_shape, problem.out_dtype, device)
         lse = Guarded(problem.out_shape[:2], torch.float32, device)
         call(
             problem,
@@ -125,7 +126,7 @@ def test_random_shapes(seed: int, device: torch.device, workspace: torch.Tensor)
         dims=choose.choice(HEAD_DIMS),
         heads=kv_heads * choose.choice([1, 2, 5]),
         kv_heads=kv_heads,
-        dtype=choose.choice(DTYPES),
+        types=choose.choice(list(TYPES.values())),
         padding=choose.choice([0, 1, 130]),
         seed=seed,
         **mask,
@@ -171,11 +172,11 @@ def test_bounds_that_are_not_the_lengths(
 
 
 def test_results_are_allocated_when_not_given(device: torch.device, workspace: torch.Tensor) -> None:
-    for dtype in DTYPES:
-        problem = make_problem([129, 7], [300, 140], device=device, heads=2, dtype=dtype)
+    for types in (TYPES["bf16"], TYPES["fp16"], TYPES["fp8"], TYPES["fp8 values"]):
+        problem = make_problem([129, 7], [300, 140], device=device, heads=2, types=types)
         given = arguments(problem, workspace, out=None, lse=None)
         out, lse = cubin_runtime.trtllm_ragged_attention_deepseek(**given)
-        assert out.dtype == dtype
+        assert out.dtype == types.out
         assert lse.dtype == torch.float32
         assert out.shape == problem.out_shape
         assert lse.shape == problem.out_shape[:2]
@@ -206,25 +207,77 @@ def test_reference_is_the_same_on_the_host(mask: str, device: torch.device) -> N
         torch.testing.assert_close(on_device.cpu(), on_host, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("types", ["fp8", "fp8 values"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_long_sums_of_one_sign(
+    dims: tuple[int, int], types: str, device: torch.device, workspace: torch.Tensor
+) -> None:
+    """Where accumulators of few bits lose what they add."""
+    problem = make_problem([200], [32768], device=device, dims=dims, heads=2, kv_heads=2, types=TYPES[types])
+    one_sign = replace(problem, value=(problem.value.bfloat16() + 1).to(E4M3))
+    assert_matches(one_sign, call(one_sign, workspace), expect(one_sign))
+
+
+@pytest.mark.parametrize("step", [1.0, 9.0, 100.0])
+@pytest.mark.parametrize("types", ["fp8", "fp8 values"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_logits_that_grow_block_after_block(
+    dims: tuple[int, int], types: str, step: float, device: torch.device, workspace: torch.Tensor
+) -> None:
+    """Keys are visited from the last to the first, so no reference lasts; the largest step overflows p.
+
+    8-bit products round sums of hundreds to about 1/16.
+    """
+    blocks, keys = 8, 128
+    problem = make_problem(
+        [300], [blocks * keys], device=device, dims=dims, heads=MANY_HEADS, kv_heads=2, types=TYPES[types]
+    )
+    growth = torch.arange(blocks, 0, -1, device=device).repeat_interleave(keys)
+    problem.key[..., 0] = growth[:, None].to(problem.key.dtype)
+    problem.query[..., 0] = step
+    out, lse = call(problem.with_options(bmm1_scale=1.0), workspace)
+    exact, exact_lse = expect(problem.with_options(bmm1_scale=1.0))
+    assert (out.float() - exact).norm() <= 5e-2 * exact.norm()
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("types", ["bf16", "fp8", "fp8 values"])
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_runs_repeat_bit_for_bit(
-    dims: tuple[int, int], device: torch.device, workspace: torch.Tensor
+    dims: tuple[int, int], types: str, device: torch.device, workspace: torch.Tensor
 ) -> None:
     for mask in MASKS.values():
-        problem = make_problem(Q_LENS, KV_LENS, device=device, dims=dims, heads=HEADS, kv_heads=2, **mask)
+        problem = make_problem(
+            Q_LENS,
+            KV_LENS,
+            device=device,
+            dims=dims,
+            heads=HEADS,
+            kv_heads=2,
+            types=TYPES[types],
+            **mask,
+        )
         first = call(problem, workspace)
         for _ in range(20):
             assert_same_bits(call(problem, workspace), first)
 
 
+@pytest.mark.parametrize("types", ["bf16", "fp8", "fp8 values"])
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_a_batch_is_its_sequences(
-    dims: tuple[int, int], device: torch.device, workspace: torch.Tensor
+    dims: tuple[int, int], types: str, device: torch.device, workspace: torch.Tensor
 ) -> None:
     """No sequence's bits depend on its company, where no kernel divides the keys."""
     for mask in MASKS.values():
         problem = make_problem(
-            Q_LENS, KV_LENS, device=device, dims=dims, heads=MANY_HEADS, kv_heads=MANY_HEADS, **mask
+            Q_LENS,
+            KV_LENS,
+            device=device,
+            dims=dims,
+            heads=MANY_HEADS,
+            kv_heads=MANY_HEADS,
+            types=TYPES[types],
+            **mask,
         )
         out, lse = call(problem, workspace)
         for number, rows in enumerate(problem.spans()):

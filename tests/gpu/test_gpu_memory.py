@@ -14,6 +14,7 @@ from tests.gpu.support import (
     FEW_AND_MANY_HEADS,
     HEAD_DIMS,
     MASKS,
+    TYPES,
     Guarded,
     Problem,
     arguments,
@@ -39,20 +40,23 @@ def assert_usable(device: torch.device, workspace: torch.Tensor) -> None:
     assert_matches(problem, call(problem, workspace), expect(problem))
 
 
+@pytest.mark.parametrize("types", ["bf16", "fp8"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_strided_tensors(
-    dims: tuple[int, int], mask: str, device: torch.device, workspace: torch.Tensor
+    dims: tuple[int, int], mask: str, types: str, device: torch.device, workspace: torch.Tensor
 ) -> None:
     """k and v are halves of one projection, q and out slices of wider buffers; none is copied."""
-    plain = make_problem(*LENS, device=device, dims=dims, heads=4, kv_heads=2, **MASKS[mask])
+    plain = make_problem(
+        *LENS, device=device, dims=dims, heads=4, kv_heads=2, types=TYPES[types], **MASKS[mask]
+    )
     d_qk, d_v = dims
     packed = poisoned((plain.key.shape[0], 2, d_qk + d_v), plain.key.dtype, device)
     packed[..., :d_qk], packed[..., d_qk:] = plain.key, plain.value
     wide_q = poisoned((plain.query.shape[0], 5, d_qk + 64), plain.query.dtype, device)
     wide_q[:, 1:, 32:-32] = plain.query
     strided = replace(plain, query=wide_q[:, 1:, 32:-32], key=packed[..., :d_qk], value=packed[..., d_qk:])
-    wide_out = torch.full((plain.query.shape[0], 6, d_v + 16), 7.0, dtype=plain.query.dtype, device=device)
+    wide_out = torch.full((plain.query.shape[0], 6, d_v + 16), 7.0, dtype=plain.out_dtype, device=device)
     given = arguments(strided, workspace, out=wide_out[:, 1:5, 8:-8])
     run(given)
     torch.cuda.reset_peak_memory_stats(device)
@@ -213,12 +217,19 @@ def test_guard_regions(
 
 
 @pytest.mark.parametrize("heads", FEW_AND_MANY_HEADS)
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize(
+    ("types", "poison"),
+    [
+        *itertools.product(["bf16"], [math.nan, math.inf, -math.inf]),
+        *itertools.product(["fp8", "fp8 values"], [math.nan]),  # e4m3 has no infinity
+    ],
+)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_poison_stays_in_its_sequence(
     dims: tuple[int, int],
     mask: str,
+    types: str,
     poison: float,
     heads: int,
     device: torch.device,
@@ -226,7 +237,14 @@ def test_poison_stays_in_its_sequence(
 ) -> None:
     lens = [129, 40, 130, 0, 61]
     clean = make_problem(
-        lens, lens, device=device, dims=dims, heads=heads, kv_heads=heads // 2, **MASKS[mask]
+        lens,
+        lens,
+        device=device,
+        dims=dims,
+        heads=heads,
+        kv_heads=heads // 2,
+        types=TYPES[types],
+        **MASKS[mask],
     )
     expected = call(clean, workspace)
     spans = list(clean.spans())
@@ -288,10 +306,19 @@ def free_or_skip(device: torch.device, needed: int) -> None:
         pytest.skip(f"needs {needed >> 30} GiB of free device memory; there are {free >> 30}")
 
 
-def test_kv_offsets_past_two_to_the_31(device: torch.device, workspace: torch.Tensor) -> None:
+@pytest.mark.parametrize("types", ["bf16", "fp8"])
+def test_kv_offsets_past_two_to_the_31(types: str, device: torch.device, workspace: torch.Tensor) -> None:
     """The second request begins at element 87382 * 128 * 192, just past 2^31."""
     free_or_skip(device, 12 << 30)
-    problem = make_problem([1, 1], [87_382, 1], device=device, dims=(192, 128), heads=128, kv_heads=128)
+    problem = make_problem(
+        [1, 1],
+        [87_382, 1],
+        device=device,
+        dims=(192, 128),
+        heads=128,
+        kv_heads=128,
+        types=TYPES[types],
+    )
     results = call(problem, workspace)
     second = call(problem.alone(1), workspace)
     assert_same_bits((results[0][1:], results[1][1:]), second)

@@ -13,6 +13,7 @@ import cubin_runtime
 from cubin_runtime import attention
 from tests.gpu.support import (
     HEAD_DIMS,
+    TYPES,
     Guarded,
     arguments,
     assert_matches,
@@ -51,7 +52,7 @@ def test_against_the_reference(
     device: torch.device,
     workspace: torch.Tensor,
 ) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
+    for types in TYPES.values():
         problem = make_problem(
             Q_LENS,
             KV_LENS,
@@ -59,7 +60,7 @@ def test_against_the_reference(
             dims=dims,
             heads=heads[0],
             kv_heads=heads[1],
-            dtype=dtype,
+            types=types,
             padding=3,
             is_causal=is_causal,
         ).with_options(bmm1_scale=0.1, attention_sinks=torch.randn(heads[0], device=device))

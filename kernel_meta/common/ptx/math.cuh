@@ -38,4 +38,18 @@ __device__ __forceinline__ uint32_t pack_fp16x2(float low, float high) {
   return packed;
 }
 
+// Four e4m3 values as fp16, which holds them exactly, NaN included.
+__device__ __forceinline__ uint2 e4m3x4_to_fp16x4(uint32_t packed) {
+  uint2 converted;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}"
+      : "=r"(converted.x), "=r"(converted.y)
+      : "r"(packed));
+  return converted;
+}
+
 }  // namespace ptx

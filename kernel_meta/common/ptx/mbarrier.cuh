@@ -56,6 +56,22 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Whether `condition` holds for any of the threads, all of which wait for it.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool condition) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred given, found;\n"
+      "setp.ne.b32 given, %1, 0;\n"
+      "barrier.cta.red.or.pred.aligned found, %2, %3, given;\n"
+      "selp.b32 %0, 1, 0, found;\n"
+      "}"
+      : "=r"(any)
+      : "r"(static_cast<int>(condition)), "r"(id), "r"(threads)
+      : "memory");
+  return any;
+}
+
 // Orders this thread's ordinary shared-memory accesses before later ones of the tensor cores and the copy engine.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,4 +1,4 @@
-// Warpgroup matrix products of 16-bit elements with float32 accumulators: D[64, N] (+)= A[64, 16] * B[16, N].
+// Warpgroup matrix products with float32 accumulators: D[64, N] (+)= A[64, K] * B[K, N], K = 32 bytes of elements.
 //
 // The instruction is asynchronous: between issue and wait nothing may touch its registers. The caller brackets a
 // chain of products with wgmma_fence() ... wgmma_commit() ... wgmma_wait<n>() and ties the arrays with
@@ -30,14 +30,16 @@ __device__ __forceinline__ void hold_registers(uint32_t (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
-// Shared-memory operand in the 128-byte swizzle (PTX ISA, "Matrix Descriptor Format"). `leading_bytes` separates
-// 64-element chunks of an operand that is not K-major and is ignored for a K-major one; groups of 8 rows are
-// 1024 bytes apart in both.
+// Shared-memory operand with rows of `kSpan` bytes, the span of its swizzle (PTX ISA, "Matrix Descriptor Format").
+// `leading_bytes` separates chunks of such rows of an operand that is not K-major and is ignored for a K-major one;
+// groups of 8 rows follow each other in both.
+template <int kSpan>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t shared, uint32_t leading_bytes) {
-  constexpr uint64_t kGroupOf8Rows = 1024 >> 4;
-  constexpr uint64_t kSwizzle128 = 1;
+  static_assert(kSpan == 128 || kSpan == 64);
+  constexpr uint64_t kGroupOf8Rows = 8 * kSpan >> 4;
+  constexpr uint64_t kSwizzle = kSpan == 128 ? 1 : 2;
   return static_cast<uint64_t>((shared & 0x3FFFF) >> 4) | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
-         kGroupOf8Rows << 32 | kSwizzle128 << 62;
+         kGroupOf8Rows << 32 | kSwizzle << 62;
 }
 
 // A descriptor moved by `bytes` inside its operand.
@@ -45,25 +47,31 @@ __device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, uint
   return descriptor + (bytes >> 4);
 }
 
-enum class Element { bf16, fp16 };
+enum class Element { bf16, fp16, e4m3 };
+
+template <Element kElement>
+constexpr int kElementBytes = kElement == Element::e4m3 ? 1 : 2;
+
 enum class Major { K, MN };
 
 // Wgmma<element, N>::rs: A from registers; ::ss: A and B from shared memory. kAccumulate false overwrites D.
+// Operands of 8-bit elements are always K-major.
 template <Element kElement, int kN>
 struct Wgmma;
 
 #define PTX_ACC_8(d, i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define PTX_ACC_40(d) PTX_ACC_8(d, 0), PTX_ACC_8(d, 8), PTX_ACC_8(d, 16), PTX_ACC_8(d, 24), PTX_ACC_8(d, 32)
+#define PTX_ACC_32(d) PTX_ACC_8(d, 0), PTX_ACC_8(d, 8), PTX_ACC_8(d, 16), PTX_ACC_8(d, 24)
 #define PTX_ACC_64(d) PTX_ACC_40(d), PTX_ACC_8(d, 40), PTX_ACC_8(d, 48), PTX_ACC_8(d, 56)
 #define PTX_ACC_128(d) \
   PTX_ACC_64(d), PTX_ACC_8(d, 64), PTX_ACC_8(d, 72), PTX_ACC_8(d, 80), PTX_ACC_8(d, 88), PTX_ACC_8(d, 96), \
       PTX_ACC_8(d, 104), PTX_ACC_8(d, 112), PTX_ACC_8(d, 120)
 
-#define PTX_REGS_40 \
+#define PTX_REGS_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
-  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, " \
-  "%36, %37, %38, %39"
+  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PTX_REGS_40 PTX_REGS_32 ", " "%32, %33, %34, %35, %36, %37, %38, %39"
 #define PTX_REGS_64 \
   PTX_REGS_40 ", " "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, " \
   "%57, %58, %59, %60, %61, %62, %63"
@@ -75,42 +83,49 @@ struct Wgmma;
   "%127"
 
 // The numbers of the operands behind the accumulators depend on N, hence the explicit %n.
-#define PTX_DEFINE_WGMMA(ELEMENT, TYPES, N, COUNT, P0, P1, P2, P3, P4, P5, P6)                                       \
+#define PTX_DEFINE_WGMMA(ELEMENT, TYPES, N, COUNT, P0, P1, P2, P3, P4, P5, TRANSPOSE_RS, TRANSPOSE_SS)               \
   template <>                                                                                                       \
   struct Wgmma<Element::ELEMENT, N> {                                                                               \
     template <Major kMajorB, bool kAccumulate>                                                                      \
     static __device__ __forceinline__ void rs(float (&d)[COUNT], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, \
                                               uint64_t b) {                                                         \
+      static_assert(kMajorB == Major::K || kElementBytes<Element::ELEMENT> == 2);                                   \
       asm volatile("{.reg .pred accumulate;\nsetp.ne.b32 accumulate, " P5 ", 0;\n"                                  \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES "{" PTX_REGS_##COUNT "}, "               \
-                   "{" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", accumulate, 1, 1, " P6 ";}"                           \
+                   "wgmma.mma_async.sync.aligned.m64n" #N TYPES "{" PTX_REGS_##COUNT "}, "                          \
+                   "{" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", accumulate, 1, 1" TRANSPOSE_RS ";}"                   \
                    : PTX_ACC_##COUNT(d)                                                                             \
                    : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kAccumulate), "n"(kMajorB == Major::MN));      \
     }                                                                                                               \
     template <bool kAccumulate>                                                                                     \
     static __device__ __forceinline__ void ss(float (&d)[COUNT], uint64_t a, uint64_t b) {                          \
       asm volatile("{.reg .pred accumulate;\nsetp.ne.b32 accumulate, " P2 ", 0;\n"                                  \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES "{" PTX_REGS_##COUNT "}, "               \
-                   P0 ", " P1 ", accumulate, 1, 1, 0, 0;}"                                                          \
+                   "wgmma.mma_async.sync.aligned.m64n" #N TYPES "{" PTX_REGS_##COUNT "}, "                          \
+                   P0 ", " P1 ", accumulate, 1, 1" TRANSPOSE_SS ";}"                                                \
                    : PTX_ACC_##COUNT(d)                                                                             \
                    : "l"(a), "l"(b), "n"(kAccumulate));                                                             \
     }                                                                                                               \
   };
 
-PTX_DEFINE_WGMMA(bf16, "bf16.bf16 ", 80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
-PTX_DEFINE_WGMMA(bf16, "bf16.bf16 ", 128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
-PTX_DEFINE_WGMMA(bf16, "bf16.bf16 ", 256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
-PTX_DEFINE_WGMMA(fp16, "f16.f16 ", 80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
-PTX_DEFINE_WGMMA(fp16, "f16.f16 ", 128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
-PTX_DEFINE_WGMMA(fp16, "f16.f16 ", 256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+#define PTX_DEFINE_WGMMAS(N, COUNT, P0, P1, P2, P3, P4, P5, P6)                                                      \
+  PTX_DEFINE_WGMMA(bf16, "k16.f32.bf16.bf16 ", N, COUNT, P0, P1, P2, P3, P4, P5, ", " P6, ", 0, 0")                  \
+  PTX_DEFINE_WGMMA(fp16, "k16.f32.f16.f16 ", N, COUNT, P0, P1, P2, P3, P4, P5, ", " P6, ", 0, 0")                    \
+  PTX_DEFINE_WGMMA(e4m3, "k32.f32.e4m3.e4m3 ", N, COUNT, P0, P1, P2, P3, P4, P5, "", "")
 
+PTX_DEFINE_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+PTX_DEFINE_WGMMAS(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+PTX_DEFINE_WGMMAS(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+PTX_DEFINE_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+
+#undef PTX_DEFINE_WGMMAS
 #undef PTX_DEFINE_WGMMA
 #undef PTX_REGS_128
 #undef PTX_REGS_64
 #undef PTX_REGS_40
+#undef PTX_REGS_32
 #undef PTX_ACC_128
 #undef PTX_ACC_64
 #undef PTX_ACC_40
+#undef PTX_ACC_32
 #undef PTX_ACC_8
 
 }  // namespace ptx

@@ -155,11 +155,14 @@ class Consumer {
     pass_turn();
     ptx::wgmma_wait<1>();
     ptx::hold_registers(s_);
-    const bool within = !any_of_warpgroup(!softmax_.next_within_reference(s_));
+    const Sums sums = softmax_.exponentiate(s_);
+    const bool within = !any_of_warpgroup(!Softmax::within_reference(sums));
     ptx::hold_registers(s_);
     output_arrived();
     bool moved = false;
-    if (!within) {
+    if (within) {
+      softmax_.add(sums);
+    } else {
       issue_logits();
       ptx::wgmma_wait<0>();
       ptx::hold_registers(s_);

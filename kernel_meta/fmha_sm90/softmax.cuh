@@ -42,6 +42,11 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// Of a block, this thread's part.
+struct Sums {
+  float row[kRowsPerThread];
+};
+
 struct Softmax {
   float scale;  // base 2, positive
   float slack;  // kSlack in units of s
@@ -85,14 +90,31 @@ struct Softmax {
     return moved;
   }
 
-  // The same without looking for the maximum, which costs as much as the exponentials. This thread's sums bound its p.
-  // Returns whether they show that no row outgrew its reference; if not, s is lost, and l as it was. They are held to
-  // half of what the slack allows, so that rounding hides no row that `next` would move.
-  __device__ __forceinline__ bool next_within_reference(Logits& s) {
-    const Sums sums = exponentiate(s);
-    const bool within = fmaxf(sums.row[0], sums.row[1]) <= kSafeSum;
-    if (within) add(sums);
-    return within;
+  // s becomes p. By itself, the step of a later block that does not look for the maximum, which costs as much as the
+  // exponentials: the sums bound this thread's p. Where they are within reference for all threads, `add` them; if not,
+  // s is lost and must be made again for `next`.
+  __device__ __forceinline__ Sums exponentiate(Logits& s) const {
+    float even[kRowsPerThread] = {0.f, 0.f}, odd[kRowsPerThread] = {0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < kTileKV / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[4 * j + e] = ptx::exp2_approx(fmaf(s[4 * j + e], scale, offset[e / 2]));
+      even[0] += s[4 * j];
+      odd[0] += s[4 * j + 1];
+      even[1] += s[4 * j + 2];
+      odd[1] += s[4 * j + 3];
+    }
+    return {{even[0] + odd[0], even[1] + odd[1]}};
+  }
+
+  // Half of what the slack allows, so that rounding hides no row that `next` would move.
+  static __device__ __forceinline__ bool within_reference(const Sums& sums) {
+    return fmaxf(sums.row[0], sums.row[1]) <= kSafeSum;
+  }
+
+  __device__ __forceinline__ void add(const Sums& sums) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) l[r] += sums.row[r];
   }
 
  private:
@@ -107,29 +129,6 @@ struct Softmax {
     set_reference(r, outgrown ? x : before);
     correction[r] = outgrown ? ptx::exp2_approx(fmaf(before, scale, offset[r])) : 1.f;
     l[r] *= correction[r];
-  }
-
-  struct Sums {
-    float row[kRowsPerThread];
-  };
-
-  __device__ __forceinline__ void add(const Sums& sums) {
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) l[r] += sums.row[r];
-  }
-
-  __device__ __forceinline__ Sums exponentiate(Logits& s) const {
-    float even[kRowsPerThread] = {0.f, 0.f}, odd[kRowsPerThread] = {0.f, 0.f};
-#pragma unroll
-    for (int j = 0; j < kTileKV / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[4 * j + e] = ptx::exp2_approx(fmaf(s[4 * j + e], scale, offset[e / 2]));
-      even[0] += s[4 * j];
-      odd[0] += s[4 * j + 1];
-      even[1] += s[4 * j + 2];
-      odd[1] += s[4 * j + 3];
-    }
-    return {{even[0] + odd[0], even[1] + odd[1]}};
   }
 };
 

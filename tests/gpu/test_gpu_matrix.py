@@ -224,21 +224,19 @@ def test_long_sums_of_one_sign(
 def test_logits_that_grow_block_after_block(
     dims: tuple[int, int], types: str, step: float, device: torch.device, workspace: torch.Tensor
 ) -> None:
-    """Keys are visited from the last to the first, so no reference lasts; the largest step overflows p.
-
-    8-bit products round sums of hundreds to about 1/16.
-    """
-    blocks, keys = 8, 128
+    """Keys are visited from the last to the first, so no reference lasts; the largest step overflows p."""
+    blocks, keys, in_key = 8, 128, 16
     problem = make_problem(
         [300], [blocks * keys], device=device, dims=dims, heads=MANY_HEADS, kv_heads=2, types=TYPES[types]
     )
     growth = torch.arange(blocks, 0, -1, device=device).repeat_interleave(keys)
-    problem.key[..., 0] = growth[:, None].to(problem.key.dtype)
-    problem.query[..., 0] = step
-    out, lse = call(problem.with_options(bmm1_scale=1.0), workspace)
-    exact, exact_lse = expect(problem.with_options(bmm1_scale=1.0))
-    assert (out.float() - exact).norm() <= 5e-2 * exact.norm()
-    torch.testing.assert_close(lse, exact_lse, rtol=1e-4, atol=2e-3)
+    problem.key[..., 0] = (in_key * growth)[:, None].to(problem.key.dtype)
+    problem.query[..., 0] = step * math.sqrt(dims[0]) / in_key
+    (out, lse), (exact, exact_lse) = call(problem, workspace), expect(problem)
+    # Products of 8 bits round their sums to about 13 bits.
+    rounding = blocks * step * 2**-11 if types == "fp8" else 0.0
+    assert (out.float() - exact).norm() <= (problem.tolerance + rounding) * exact.norm()
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-6, atol=problem.lse_tolerance + 2 * rounding)
 
 
 @pytest.mark.parametrize("types", ["bf16", "fp8", "fp8 values"])

@@ -66,7 +66,8 @@ constexpr int kQueryBoxChunks = kSplit ? 1 : kChunksQK;
 // Q in registers halves what a product reads from shared memory, and frees Q's for the output. It does not fit beside
 // 128 accumulators of O, nor into the registers of one block of several; and 48 registers of it leave none for parts,
 // nor for the warps that convert values.
-constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1 && ((!kSplit && !kConvertsValues) || kRowBytesQK <= 256);
+constexpr bool kQFits = kRowBytesQK <= 256 || (!kSplit && !kConvertsValues);
+constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1 && kQFits;
 
 // The warps that would store staged output convert values, where there are any to convert.
 constexpr bool kStagesOutput = kQInRegisters && !kSplit && !kConvertsValues;

@@ -2,8 +2,8 @@
 //
 // The loop runs over tiles without a seam. While the softmax of block n runs, the tensor cores work on Q K of this
 // block and P V of the one before; at a tile's end the partner of P V is the first Q K of the next tile, and the
-// finished tile is written after that block's softmax. Until then it is `pending`. Split: a block has about one tile, and
-// finishes it at once.
+// finished tile is written after that block's softmax. Until then it is `pending`. A single consumer (split, small
+// tiles) has about one tile, and finishes it at once.
 //
 // Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs under the other's.
 #pragma once

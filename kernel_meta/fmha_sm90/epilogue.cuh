@@ -46,7 +46,8 @@ __device__ __forceinline__ void store_rows(const Params& params, const PendingTi
         words[j] = pack<kOutType>(o[i] * factor[r], o[i + 1] * factor[r]);
       }
       quad_transpose(words);
-      if (rows.valid[r]) *reinterpret_cast<uint4*>(out + 32 * group) = make_uint4(words[0], words[1], words[2], words[3]);
+      if (!rows.valid[r]) continue;
+      *reinterpret_cast<uint4*>(out + 32 * group) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }

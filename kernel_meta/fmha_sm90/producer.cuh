@@ -16,7 +16,8 @@ constexpr int kDrawAheadBlocks = 2;
 // One thread. Loads each tile's blocks from the last to the first, K one block ahead of V, as they are consumed.
 __device__ __forceinline__ void load_keys_and_values(const Params& params) {
   Storage& s = storage();
-  const uint64_t policy = ptx::l2_policy_evict_last();
+  // Divided keys are read by few blocks at about the same time, others again and again.
+  const uint64_t policy = kSplit ? ptx::l2_policy_evict_first() : ptx::l2_policy_evict_last();
   Ring<kStagesK> k_ring;
   Ring<kConvertsValues ? kStagesLanding : kStagesV> v_ring;
   Ring<kTileSlots> slot;

@@ -54,7 +54,8 @@ class TileScheduler {
     const int tiles = window_begin_;
     const bool leader = (threadIdx.x & 31) == 0;
     if (leader && ticket_ >= 0 && ticket_ == tiles - 1) counter_.release();
-    if (kSplit && leader && blockIdx.x == 0 && params_.least_blocks_per_part != 0) *params_.divided.count = window_first_slot_;
+    const bool divides = kSplit && params_.least_blocks_per_part != 0;
+    if (divides && leader && blockIdx.x == 0) *params_.divided.count = window_first_slot_;
   }
 
  private:

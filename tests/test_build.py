@@ -317,7 +317,8 @@ def test_differences_are_listed() -> None:
 
 
 def test_list_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert build_cubins.main(["--list-flags", "--rows", "*bf16_bf16_bf16_bf16_h256x256_causal*persistent"]) == 0
+    rows = "*bf16_bf16_bf16_bf16_h256x256_causal*persistent"
+    assert build_cubins.main(["--list-flags", "--rows", rows]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(
         "fmha_sm90_sm90a_bf16_bf16_bf16_bf16_h256x256_causal_t128x80_persistent kernel_meta/"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from cubin_runtime.request import KernelRequest
@@ -10,8 +11,9 @@ DEFAULT_SM_COUNT = 132
 
 _SMALL_TILE = 64
 _LARGE_TILE = 128
-# Up to so many keys, reading them again for every small tile costs less than idle multiprocessors.
-_FEW_KEYS = 2048
+FEW_KEYS = 2048
+"""Up to so many keys, reading them again for every small tile costs less than idle multiprocessors, and
+dividing them costs more than it saves."""
 
 
 class FewRows(NamedTuple):
@@ -21,6 +23,7 @@ class FewRows(NamedTuple):
     reason: str
 
 
+@functools.lru_cache(maxsize=64)  # selection asks once for every split row
 def few_rows(request: KernelRequest) -> FewRows | None:
     """The split tile for the request; None = it has many query rows, or does not say how many.
 
@@ -34,7 +37,7 @@ def few_rows(request: KernelRequest) -> FewRows | None:
     small, large = _tiles(request, _SMALL_TILE), _tiles(request, _LARGE_TILE)
     if large > sm_count:
         return None
-    if small <= sm_count and request.max_kv_len is not None and request.max_kv_len <= _FEW_KEYS:
+    if small <= sm_count and request.max_kv_len is not None and request.max_kv_len <= FEW_KEYS:
         tile_q, tiles = _SMALL_TILE, small
     else:
         tile_q, tiles = _LARGE_TILE, large

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from cubin_runtime import _driver
 from cubin_runtime.errors import InvalidArgumentError, TableError
 from cubin_runtime.families import Arguments, Problem, TensorLayout
-from cubin_runtime.few_rows import packed_heads
+from cubin_runtime.few_rows import FEW_KEYS, packed_heads
 from cubin_runtime.launch import LaunchPlan, launch
 from cubin_runtime.module import Loaded, LoadedKernel, load_step
 from cubin_runtime.request import DType, MaskType
@@ -47,9 +47,7 @@ _WHOLE_ROWS = 0  # of a box: all spans of a row
 _MAX_MAPS = 1024
 _PART_BYTES = 32  # struct Part
 
-# Dividing fewer keys, or into parts of fewer key blocks, costs more than it saves.
-_LEAST_KEYS = 2049
-_LEAST_BLOCKS_PER_PART = 2
+_LEAST_BLOCKS_PER_PART = 2  # a shorter part costs more to combine than it saves
 _COMBINE_SLICES = 4  # combine.cu: blocks of a slot
 
 # Tags tell the kernel whether the ticket counter in the workspace is of its own launch; 0 is nobody's.
@@ -82,7 +80,7 @@ class _Tiling(NamedTuple):
         tokens = row.tile_q // _WARPGROUP_ROWS * tile_tokens
         tiles = num_heads_q // tile_heads * min(total_q, total_q // tokens + problem.batch_size)
         capacity = row.blocks_per_sm * sm_count
-        if not split or problem.max_kv_len < _LEAST_KEYS:
+        if not split or problem.max_kv_len <= FEW_KEYS:
             return cls(tile_tokens, tile_heads, 0, max(1, min(capacity, tiles)), 0)
         parts = tiles * (-(-problem.max_kv_len // row.tile_kv) // _LEAST_BLOCKS_PER_PART)
         grid = max(1, min(capacity, parts))

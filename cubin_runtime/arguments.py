@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-from typing import NoReturn
 
 import msgspec
 import torch
 
-from cubin_runtime.errors import InvalidArgumentError, UnsupportedError
+from cubin_runtime.errors import InvalidArgumentError, UnsupportedError, refuse
 from cubin_runtime.request import SAGE_OFF, DType, MaskType
 
 BACKENDS = {
@@ -123,27 +122,27 @@ def _check_operands(call: Call) -> None:
     for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
         _require_tensor(name, tensor)
         if tensor.dtype not in DTYPES:
-            _fail(name, f"has dtype {tensor.dtype}", f"one of {', '.join(map(str, DTYPES))}")
+            refuse(name, f"has dtype {tensor.dtype}", f"one of {', '.join(map(str, DTYPES))}")
         if tensor.dim() != 3:
-            _fail(name, f"has shape {tuple(tensor.shape)}", "3 dimensions [tokens, heads, head_dim]")
+            refuse(name, f"has shape {tuple(tensor.shape)}", "3 dimensions [tokens, heads, head_dim]")
         _require_device(name, tensor, call.query)
         _require_contiguous_rows(name, tensor)
         if tensor.shape[0] > _INT32_MAX:
-            _fail(name, f"has {tensor.shape[0]} tokens", "at most 2**31 - 1")
+            refuse(name, f"has {tensor.shape[0]} tokens", "at most 2**31 - 1")
     if call.query.device.type != "cuda" and call.backend != "reference":
-        _fail(
+        refuse(
             "query", f"is on {call.query.device}", 'a CUDA device (backend="reference" also runs on the CPU)'
         )
     _, num_heads_q, head_dim_qk = call.query.shape
     total_kv, num_heads_kv, _ = call.key.shape
     if call.key.shape[2] != head_dim_qk:
-        _fail("key", f"has head_dim {call.key.shape[2]}", f"that of query, {head_dim_qk}")
+        refuse("key", f"has head_dim {call.key.shape[2]}", f"that of query, {head_dim_qk}")
     if tuple(call.value.shape[:2]) != (total_kv, num_heads_kv):
-        _fail(
+        refuse(
             "value", f"has shape {tuple(call.value.shape)}", f"[{total_kv}, {num_heads_kv}, ...] as key has"
         )
     if num_heads_kv < 1 or num_heads_q < 1 or num_heads_q % num_heads_kv:
-        _fail(
+        refuse(
             "query",
             f"has {num_heads_q} heads for {num_heads_kv} of key and value",
             "num_heads_q to be a multiple of num_heads_kv",
@@ -157,13 +156,13 @@ def _check_integers(call: Call) -> None:
     for name, least in (("max_q_len", 0), ("max_kv_len", 0), ("batch_size", 0), ("window_left", -1)):
         value = getattr(call, name)
         if isinstance(value, torch.Tensor):
-            _fail(name, "is a tensor", "an int: reading it from the device would synchronise")
+            refuse(name, "is a tensor", "an int: reading it from the device would synchronise")
         try:
             number = operator.index(value)
         except TypeError:
-            _fail(name, f"is {value!r}", "an int")
+            refuse(name, f"is {value!r}", "an int")
         if not least <= number <= _INT32_MAX:
-            _fail(name, f"is {number}", f"{least} to 2**31 - 1")
+            refuse(name, f"is {number}", f"{least} to 2**31 - 1")
     if call.window_left >= 0 and not call.is_causal and call.backend != "reference":
         raise UnsupportedError(
             f"window_left is {call.window_left} with is_causal=False; kernels have sliding windows for "
@@ -181,16 +180,16 @@ def _check_flags(call: Call) -> None:
 
 def _require_flag(name: str, value: object, expected: str) -> None:
     if not isinstance(value, int):
-        _fail(name, f"is a {type(value).__name__}", expected)
+        refuse(name, f"is a {type(value).__name__}", expected)
 
 
 def _check_scale(name: str, scale: object, call: Call) -> None:
     if isinstance(scale, torch.Tensor):
         if scale.dtype != torch.float32 or scale.numel() != 1:
-            _fail(name, f"is a {scale.dtype} tensor of {scale.numel()} elements", "float32 with 1 element")
+            refuse(name, f"is a {scale.dtype} tensor of {scale.numel()} elements", "float32 with 1 element")
         _require_device(name, scale, call.query)
     elif not isinstance(scale, (int, float)):
-        _fail(name, f"is a {type(scale).__name__}", "a float or a float32 tensor with 1 element")
+        refuse(name, f"is a {type(scale).__name__}", "a float or a float32 tensor with 1 element")
 
 
 def _check_skip_factor(factor: object) -> None:
@@ -198,9 +197,9 @@ def _check_skip_factor(factor: object) -> None:
     if factor is None:
         return
     if not isinstance(factor, (int, float)):
-        _fail(name, f"is a {type(factor).__name__}", "None or a float")
+        refuse(name, f"is a {type(factor).__name__}", "None or a float")
     if not math.isfinite(factor) or factor < 0:
-        _fail(name, f"is {factor}", "a finite float of at least 0")
+        refuse(name, f"is {factor}", "a finite float of at least 0")
 
 
 # ---- lengths
@@ -213,13 +212,13 @@ def _check_lengths(call: Call) -> None:
         _require_tensor(name, tensor)
         expected = call.batch_size + extra
         if tensor.dtype != torch.int32:
-            _fail(name, f"has dtype {tensor.dtype}", "torch.int32")
+            refuse(name, f"has dtype {tensor.dtype}", "torch.int32")
         if tuple(tensor.shape) != (expected,):
             what = "batch_size + 1" if extra else "batch_size"
-            _fail(name, f"has shape {tuple(tensor.shape)}", f"({expected},), that is {what}")
+            refuse(name, f"has shape {tuple(tensor.shape)}", f"({expected},), that is {what}")
         _require_device(name, tensor, call.query)
         if not tensor.is_contiguous():
-            _fail(name, f"has stride {tensor.stride()}", "a contiguous tensor")
+            refuse(name, f"has stride {tensor.stride()}", "a contiguous tensor")
 
 
 def check_mirrors(call: Call) -> None:
@@ -232,17 +231,17 @@ def check_mirrors(call: Call) -> None:
     )
     for name, lengths, bound_name, bound, tokens in pairs:
         if lengths is None:
-            _fail(name, "is None", "both q_seq_lens_cpu and kv_seq_lens_cpu, or neither")
+            refuse(name, "is None", "both q_seq_lens_cpu and kv_seq_lens_cpu, or neither")
         _require_tensor(name, lengths)
         if lengths.dtype not in (torch.int32, torch.int64) or lengths.device.type != "cpu":
-            _fail(name, f"is {lengths.dtype} on {lengths.device}", "int32 or int64 on the CPU")
+            refuse(name, f"is {lengths.dtype} on {lengths.device}", "int32 or int64 on the CPU")
         if tuple(lengths.shape) != (call.batch_size,):
-            _fail(name, f"has shape {tuple(lengths.shape)}", f"({call.batch_size},), that is batch_size")
+            refuse(name, f"has shape {tuple(lengths.shape)}", f"({call.batch_size},), that is batch_size")
         values = lengths.tolist()
         if values and (min(values) < 0 or max(values) > bound):
-            _fail(name, f"holds {min(values)} to {max(values)}", f"0 to {bound_name}, {bound}")
+            refuse(name, f"holds {min(values)} to {max(values)}", f"0 to {bound_name}, {bound}")
         if sum(values) > tokens:
-            _fail(name, f"sums to {sum(values)}", f"at most the tensor's {tokens} tokens")
+            refuse(name, f"sums to {sum(values)}", f"at most the tensor's {tokens} tokens")
 
 
 # ---- optional tensors
@@ -255,9 +254,9 @@ def _check_sinks(call: Call) -> None:
     _require_tensor("attention_sinks", sinks)
     heads = call.query.shape[1]
     if sinks.dtype != torch.float32:
-        _fail("attention_sinks", f"has dtype {sinks.dtype}", "torch.float32")
+        refuse("attention_sinks", f"has dtype {sinks.dtype}", "torch.float32")
     if tuple(sinks.shape) != (heads,) or not sinks.is_contiguous():
-        _fail(
+        refuse(
             "attention_sinks",
             f"has shape {tuple(sinks.shape)} and stride {sinks.stride()}",
             f"a contiguous ({heads},), one per query head",
@@ -272,11 +271,11 @@ def _check_out(call: Call) -> None:
     _require_tensor("out", out)
     expected = (*call.query.shape[:2], call.value.shape[2])
     if out.dtype not in _OUT_DTYPES:
-        _fail("out", f"has dtype {out.dtype}", f"one of {', '.join(map(str, _OUT_DTYPES))}")
+        refuse("out", f"has dtype {out.dtype}", f"one of {', '.join(map(str, _OUT_DTYPES))}")
     if out.dtype == torch.float8_e4m3fn and call.query.dtype == torch.float8_e4m3fn:
-        _fail("out", "has dtype torch.float8_e4m3fn with a query of that dtype", "bfloat16 or float16")
+        refuse("out", "has dtype torch.float8_e4m3fn with a query of that dtype", "bfloat16 or float16")
     if tuple(out.shape) != expected:
-        _fail("out", f"has shape {tuple(out.shape)}", f"{expected}")
+        refuse("out", f"has shape {tuple(out.shape)}", f"{expected}")
     _require_device("out", out, call.query)
     _require_contiguous_rows("out", out)
     _require_distinct_elements("out", out)
@@ -289,9 +288,9 @@ def _check_lse(call: Call) -> None:
     _require_tensor("lse", lse)
     expected = tuple(call.query.shape[:2])
     if lse.dtype != torch.float32:
-        _fail("lse", f"has dtype {lse.dtype}", "torch.float32")
+        refuse("lse", f"has dtype {lse.dtype}", "torch.float32")
     if tuple(lse.shape) != expected:
-        _fail("lse", f"has shape {tuple(lse.shape)}", f"{expected}, that is [total_q, num_heads_q]")
+        refuse("lse", f"has shape {tuple(lse.shape)}", f"{expected}, that is [total_q, num_heads_q]")
     _require_device("lse", lse, call.query)
     _require_distinct_elements("lse", lse)
 
@@ -301,14 +300,14 @@ def _check_workspace(call: Call) -> None:
     _require_tensor("workspace_buffer", workspace)
     _require_device("workspace_buffer", workspace, call.query)
     if not workspace.is_contiguous():
-        _fail("workspace_buffer", f"has stride {workspace.stride()}", "a contiguous tensor")
+        refuse("workspace_buffer", f"has stride {workspace.stride()}", "a contiguous tensor")
 
 
 def workspace_address(workspace: torch.Tensor) -> int:
     """Where the buffer starts: on a 16-byte boundary, as the kernels' scratch areas do."""
     address = workspace.data_ptr()
     if address % _WORKSPACE_ALIGNMENT or not address:
-        _fail("workspace_buffer", f"starts at {address:#x}", f"a multiple of {_WORKSPACE_ALIGNMENT}")
+        refuse("workspace_buffer", f"starts at {address:#x}", f"a multiple of {_WORKSPACE_ALIGNMENT}")
     return address
 
 
@@ -319,25 +318,25 @@ def _check_sage(call: Call) -> None:
     """The scales' shapes: see the formula in `trtllm_ragged_attention_deepseek`."""
     for name in ("sage_attn_sfs", "num_elts_per_sage_attn_blk"):
         if not isinstance(getattr(call, name), (tuple, list)):
-            _fail(name, f"is a {type(getattr(call, name)).__name__}", "a tuple of 4 (q, k, p, v)")
+            refuse(name, f"is a {type(getattr(call, name)).__name__}", "a tuple of 4 (q, k, p, v)")
     blocks, scales = tuple(call.num_elts_per_sage_attn_blk), tuple(call.sage_attn_sfs)
     if len(blocks) != 4 or len(scales) != 4:
-        _fail(
+        refuse(
             "sage_attn_sfs",
             f"has {len(scales)} entries and {len(blocks)} block sizes",
             "4 and 4 (q, k, p, v)",
         )
     if blocks == SAGE_OFF:
         if any(scale is not None for scale in scales):
-            _fail("num_elts_per_sage_attn_blk", "is all zero with Sage scales given", "their block sizes")
+            refuse("num_elts_per_sage_attn_blk", "is all zero with Sage scales given", "their block sizes")
         if call.query.dtype == torch.int8:
-            _fail("sage_attn_sfs", "is off for an int8 query", "its scales and block sizes")
+            refuse("sage_attn_sfs", "is off for an int8 query", "its scales and block sizes")
         return
     q_block, k_block, p_block, v_block = blocks
     if q_block not in _SAGE_QK_BLOCKS or k_block not in _SAGE_QK_BLOCKS or (p_block, v_block) != (0, 1):
-        _fail("num_elts_per_sage_attn_blk", f"is {blocks}", "(q, k, 0, 1) with q and k one of 1, 4, 16")
+        refuse("num_elts_per_sage_attn_blk", f"is {blocks}", "(q, k, 0, 1) with q and k one of 1, 4, 16")
     if scales[2] is not None:
-        _fail("sage_attn_sfs[2]", "is a tensor", "None: p has no scales (the order is q, k, p, v)")
+        refuse("sage_attn_sfs[2]", "is a tensor", "None: p has no scales (the order is q, k, p, v)")
     total_q, num_heads_q, _ = call.query.shape
     total_kv, num_heads_kv, head_dim_v = call.value.shape
     extra = max(call.batch_size - 1, 0)
@@ -351,7 +350,7 @@ def _check_sage(call: Call) -> None:
         scale = _require_tensor(name, scales[index])
         if scale.dtype != torch.float32 or tuple(scale.shape) != shape or not scale.is_contiguous():
             given = f"is {scale.dtype} with shape {tuple(scale.shape)} and stride {scale.stride()}"
-            _fail(name, given, f"contiguous float32 with shape {shape}")
+            refuse(name, given, f"contiguous float32 with shape {shape}")
         _require_device(name, scale, call.query)
 
 
@@ -360,26 +359,22 @@ def _check_sage(call: Call) -> None:
 
 def _require_tensor(name: str, value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        _fail(name, f"is a {type(value).__name__}", "a torch.Tensor")
+        refuse(name, f"is a {type(value).__name__}", "a torch.Tensor")
     if value.layout != torch.strided:
-        _fail(name, f"has layout {value.layout}", "torch.strided")
+        refuse(name, f"has layout {value.layout}", "torch.strided")
     return value
 
 
 def _require_device(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
     if tensor.device != query.device:
-        _fail(name, f"is on {tensor.device}", f"the device of query, {query.device}")
+        refuse(name, f"is on {tensor.device}", f"the device of query, {query.device}")
 
 
 def _require_contiguous_rows(name: str, tensor: torch.Tensor) -> None:
     if tensor.stride(2) != 1 and tensor.shape[2] > 1:
-        _fail(name, f"has stride {tensor.stride(2)} in its last dimension", "1")
+        refuse(name, f"has stride {tensor.stride(2)} in its last dimension", "1")
 
 
 def _require_distinct_elements(name: str, tensor: torch.Tensor) -> None:
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        _fail(name, f"has stride {tensor.stride()}", "no stride of 0: every element is written once")
-
-
-def _fail(name: str, given: str, expected: str) -> NoReturn:
-    raise InvalidArgumentError(f"{name} {given}; expected {expected}")
+        refuse(name, f"has stride {tensor.stride()}", "no stride of 0: every element is written once")

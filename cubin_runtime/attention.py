@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, cast
 
 import msgspec
@@ -27,6 +27,7 @@ from cubin_runtime.reference import ragged_attention_reference
 from cubin_runtime.request import SAGE_OFF, KernelRequest
 from cubin_runtime.selection import select
 from cubin_runtime.settings import logger, settings
+from cubin_runtime.streams import current_stream as _current_stream
 from cubin_runtime.torch_ops import Result
 from cubin_runtime.workspace import zero_once
 from kernel_meta.schema import KernelRow
@@ -328,16 +329,6 @@ def _scale(scale: float | Tensor) -> tuple[float, int]:
 def _sage(scales: tuple[Tensor | None, ...]) -> tuple[int, int, int, int]:
     q, k, p, v = (0 if scale is None else scale.data_ptr() for scale in scales)
     return q, k, p, v
-
-
-def _raw_stream_function() -> Callable[[int], int]:
-    """Handle of torch's current stream of a device. The public way builds an object, which costs more than
-    everything else here together."""
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return raw or (lambda device: torch.cuda.current_stream(device).cuda_stream)
-
-
-_current_stream = _raw_stream_function()
 
 
 # ---- the first call of a signature

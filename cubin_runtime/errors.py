@@ -25,7 +25,7 @@ exits with when the exception ends it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from cubin_runtime.selection import Selection
@@ -41,6 +41,11 @@ class InvalidArgumentError(CubinRuntimeError, ValueError):
     """An argument is wrong; the message names it, what was given and what was expected."""
 
     exit_code = 2
+
+
+def refuse(argument: str, given: str, expected: str) -> NoReturn:
+    """Raises InvalidArgumentError, such as "query is on cpu; expected a CUDA device"."""
+    raise InvalidArgumentError(f"{argument} {given}; expected {expected}")
 
 
 class UnsupportedError(CubinRuntimeError, NotImplementedError):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from cubin_runtime.errors import InvalidArgumentError
+from cubin_runtime.errors import refuse
 from cubin_runtime.families.sage_quantize import Addresses, Blocks, Problem, QuantizeCall
 from cubin_runtime.module import device_info, on_unload
 from cubin_runtime.reference import E4M3_MAX, INT8_RANGE, sage_quantize_reference
+from cubin_runtime.streams import current_stream as _current_stream
 
 HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (1, 4, 16)
@@ -74,9 +74,9 @@ def trtllm_sage_attention_quantize(
     _check_block_size("q_block_size", q_block_size)
     _check_block_size("k_block_size", k_block_size)
     if qk_quant_dtype not in _RANGES:
-        _fail("qk_quant_dtype", f"is {qk_quant_dtype!r}", f"one of {', '.join(map(str, _RANGES))}")
+        refuse("qk_quant_dtype", f"is {qk_quant_dtype!r}", f"one of {', '.join(map(str, _RANGES))}")
     if not isinstance(smooth_k, int):
-        _fail("smooth_k", f"is a {type(smooth_k).__name__}", "a bool")
+        refuse("smooth_k", f"is a {type(smooth_k).__name__}", "a bool")
     sequences = _check_edges(cum_seq_lens_q, cum_seq_lens_kv, query)
     if query.device.type == "cpu":
         return sage_quantize_reference(
@@ -156,71 +156,66 @@ def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
-def _current_stream(device: int) -> int:
-    """Handle of torch's current stream of a device."""
-    return torch.cuda.current_stream(device).cuda_stream
-
-
 # ---- checks
 
 
 def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
-            _fail(name, f"is a {type(tensor).__name__}", "a torch.Tensor")
+            refuse(name, f"is a {type(tensor).__name__}", "a torch.Tensor")
         if tensor.dtype not in _DTYPES:
-            _fail(name, f"has dtype {tensor.dtype}", f"one of {', '.join(map(str, _DTYPES))}")
+            refuse(name, f"has dtype {tensor.dtype}", f"one of {', '.join(map(str, _DTYPES))}")
         if tensor.dtype != query.dtype:
-            _fail(name, f"has dtype {tensor.dtype}", f"that of query, {query.dtype}")
+            refuse(name, f"has dtype {tensor.dtype}", f"that of query, {query.dtype}")
         if tensor.dim() != 3:
-            _fail(name, f"has shape {tuple(tensor.shape)}", "3 dimensions [tokens, heads, head_dim]")
+            refuse(name, f"has shape {tuple(tensor.shape)}", "3 dimensions [tokens, heads, head_dim]")
         if tensor.shape[2] not in HEAD_DIMS:
-            _fail(name, f"has head_dim {tensor.shape[2]}", f"one of {', '.join(map(str, HEAD_DIMS))}")
+            refuse(name, f"has head_dim {tensor.shape[2]}", f"one of {', '.join(map(str, HEAD_DIMS))}")
         if tensor.shape[1] < 1:
-            _fail(name, "has 0 heads", "at least 1")
+            refuse(name, "has 0 heads", "at least 1")
         if tensor.shape[0] > _MOST_TOKENS:
-            _fail(name, f"has {tensor.shape[0]} tokens", f"at most {_MOST_TOKENS}")
+            refuse(name, f"has {tensor.shape[0]} tokens", f"at most {_MOST_TOKENS}")
         if tensor.device != query.device or tensor.device.type not in ("cuda", "cpu"):
-            _fail(name, f"is on {tensor.device}", f"a CUDA device or the CPU, as query, on {query.device}")
+            refuse(name, f"is on {tensor.device}", f"a CUDA device or the CPU, as query, on {query.device}")
         if not tensor.is_contiguous():
-            _fail(
+            refuse(
                 name, f"has strides {tensor.stride()} for shape {tuple(tensor.shape)}", "a contiguous tensor"
             )
     if key.shape[2] != query.shape[2]:
-        _fail("key", f"has head_dim {key.shape[2]}", f"that of query, {query.shape[2]}")
+        refuse("key", f"has head_dim {key.shape[2]}", f"that of query, {query.shape[2]}")
     if value.shape[:2] != key.shape[:2]:
         tokens, heads, _ = key.shape
-        _fail("value", f"has shape {tuple(value.shape)}", f"[{tokens}, {heads}, ...] as key has")
+        refuse("value", f"has shape {tuple(value.shape)}", f"[{tokens}, {heads}, ...] as key has")
 
 
 def _check_block_size(name: str, size: object) -> None:
     if not isinstance(size, int) or size not in BLOCK_SIZES:
-        _fail(name, f"is {size!r}", f"one of {', '.join(map(str, BLOCK_SIZES))}")
+        refuse(name, f"is {size!r}", f"one of {', '.join(map(str, BLOCK_SIZES))}")
 
 
 def _check_edges(edges_q: Tensor | None, edges_kv: Tensor | None, query: Tensor) -> int:
     """The number of sequences."""
     if edges_q is None and edges_kv is not None:
-        _fail(
+        refuse(
             "cum_seq_lens_q", "is None with cum_seq_lens_kv given", "both, neither, or cum_seq_lens_q alone"
         )
     for name, edges in (("cum_seq_lens_q", edges_q), ("cum_seq_lens_kv", edges_kv)):
         if edges is None:
             continue
         if not isinstance(edges, Tensor):
-            _fail(name, f"is a {type(edges).__name__}", "None or a torch.Tensor")
+            refuse(name, f"is a {type(edges).__name__}", "None or a torch.Tensor")
         if edges.dtype != torch.int32:
-            _fail(name, f"has dtype {edges.dtype}", "torch.int32")
+            refuse(name, f"has dtype {edges.dtype}", "torch.int32")
         if edges.dim() != 1 or not edges.numel() or not edges.is_contiguous():
             given = f"has shape {tuple(edges.shape)} and stride {edges.stride()}"
-            _fail(name, given, "a contiguous (batch_size + 1,)")
+            refuse(name, given, "a contiguous (batch_size + 1,)")
         if edges.device != query.device:
-            _fail(name, f"is on {edges.device}", f"the device of query, {query.device}")
+            refuse(name, f"is on {edges.device}", f"the device of query, {query.device}")
     if edges_q is None or edges_kv is None:
         return 1
     if edges_kv.shape != edges_q.shape:
         expected = f"that of cum_seq_lens_q, {tuple(edges_q.shape)}"
-        _fail("cum_seq_lens_kv", f"has shape {tuple(edges_kv.shape)}", expected)
+        refuse("cum_seq_lens_kv", f"has shape {tuple(edges_kv.shape)}", expected)
     return edges_q.shape[0] - 1
 
 
@@ -228,9 +223,5 @@ def _aligned(name: str, tensor: Tensor) -> int:
     """Where the tensor starts."""
     address = tensor.data_ptr()
     if address % _ALIGNMENT:
-        _fail(name, f"starts at {address:#x}", f"a multiple of {_ALIGNMENT}")
+        refuse(name, f"starts at {address:#x}", f"a multiple of {_ALIGNMENT}")
     return address
-
-
-def _fail(name: str, given: str, expected: str) -> NoReturn:
-    raise InvalidArgumentError(f"{name} {given}; expected {expected}")

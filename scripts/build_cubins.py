@@ -33,6 +33,7 @@ from toolchain import Toolchain, ToolchainError, find_toolchain
 from cubin_runtime.cubin import inspect
 from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.manifest import FILE_NAME, Artifact, Manifest, load_manifest
+from cubin_runtime.request import SAGE_OFF
 from kernel_meta.schema import KernelRow, Resources, Step
 from kernel_meta.tables import load_steps, load_table
 
@@ -40,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 Row = KernelRow | Step
 FLAGS = ("-cubin", "-std=c++20", "-O3", "-Xptxas=-v,-warn-spills", "-I", "kernel_meta")
 
-# Macro <- what the row says. A value of None or zero leaves the macro undefined.
+# Macro <- what the row says. A value of None leaves the macro undefined.
 MACROS: dict[str, Callable[[KernelRow], object]] = {
     "DTYPE_Q": lambda row: f"DType::{row.dtype_q}",
     "DTYPE_K": lambda row: f"DType::{row.dtype_k}",
@@ -58,10 +59,7 @@ MACROS: dict[str, Callable[[KernelRow], object]] = {
     "FP16_SOFTMAX": lambda row: int(row.fp16_softmax),
     "USES_SPCOMPRESS": lambda row: int(row.uses_spcompress),
     "SKIPS_SOFTMAX": lambda row: int(row.skips_softmax),
-    "SAGE_BLOCK_Q": lambda row: row.sage_blocks[0],
-    "SAGE_BLOCK_K": lambda row: row.sage_blocks[1],
-    "SAGE_BLOCK_P": lambda row: row.sage_blocks[2],
-    "SAGE_BLOCK_V": lambda row: row.sage_blocks[3],
+    "USES_SAGE": lambda row: int(row.sage_blocks != SAGE_OFF),
 }
 
 
@@ -97,7 +95,7 @@ def flags(row: Row) -> list[str]:
     return [
         *FLAGS,
         f"-gencode=arch=compute_{target},code=sm_{target}",
-        *(f"-D{name}={value}" for name, value in macros.items() if value),
+        *(f"-D{name}={value}" for name, value in macros.items() if value is not None),
     ]
 
 

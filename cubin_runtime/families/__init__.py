@@ -72,6 +72,8 @@ class Arguments(msgspec.Struct, frozen=True):
     o_sf_scale: float
     seq_lens: int
     sage_scales: tuple[int, int, int, int]
+    skip_counts: int = 0
+    """Two 64-bit counters: tiles that skip-softmax left out, and all tiles, are added."""
 
 
 class PreparedCall(Protocol):

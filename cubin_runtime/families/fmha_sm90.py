@@ -18,22 +18,24 @@ from cubin_runtime.families import Arguments, Problem, TensorLayout
 from cubin_runtime.few_rows import FEW_KEYS, packed_heads
 from cubin_runtime.launch import LaunchPlan, launch
 from cubin_runtime.module import Loaded, LoadedKernel, load_step
-from cubin_runtime.request import DType, MaskType
+from cubin_runtime.request import SAGE_OFF, DType, MaskType
 from cubin_runtime.tensormap import TiledMap
 from cubin_runtime.workspace import WorkspaceLayout
 from kernel_meta.schema import KernelRow, Scheduler
 from kernel_meta.tables import find_step
 
 FAMILY = "fmha_sm90"
-ABI = "fmha_sm90/2"
+ABI = "fmha_sm90/3"
 COMBINE_ABI = "fmha_sm90_combine/1"
 
-# struct Params: tensor maps, pointers, divided keys, strides, launch tag, extents, scales, packing. Its size
-# is a multiple of 64, the alignment of the maps.
-_PARAMS = struct.Struct("<128s128s128s128s 8Q 32s 32s I 24s 2f 12s 16x")
+# struct Params: tensor maps, pointers, divided keys, strides, launch tag, extents, scales, packing, and what
+# only variants read. Its size is a multiple of 64, the alignment of the maps.
+_PARAMS = struct.Struct("<128s128s128s128s 8Q 32s 32s I 24s 2f 12s 40s 16s 24x")
 _STRIDES = struct.Struct("<4q")
 _EXTENTS = struct.Struct("<6i")
 _PACKING = struct.Struct("<3i")
+_SAGE_SCALES = struct.Struct("<3Q 4i")
+_SKIP_SOFTMAX = struct.Struct("<Q f")
 PARAMETER_BYTES = _PARAMS.size
 
 # struct DividedKeys, and struct CombineParams: divided keys, pointers, strides, scale, shape.
@@ -145,6 +147,7 @@ class FmhaSm90Call:
             problem.window_left if row.mask_type is MaskType.SLIDING else -1,
         )
         self._packing = _PACKING.pack(*tiling[:3])
+        self._sage_columns = _sage_columns(problem)
         self._combine = _Combine(tiling, layout, self._strides, kernel) if tiling.slots else None
 
     def __call__(self, arguments: Arguments, stream: int, pdl: bool) -> None:
@@ -174,6 +177,8 @@ class FmhaSm90Call:
                 a.bmm1_scale,
                 a.bmm2_scale,
                 self._packing,
+                self._sage_scales(a),
+                self._skip_softmax(a),
             )
         except OverflowError:
             raise InvalidArgumentError(
@@ -182,6 +187,19 @@ class FmhaSm90Call:
         launch(self._plan, parameters, stream, pdl)
         if combine:
             combine(a, stream)
+
+    def _sage_scales(self, a: Arguments) -> bytes:
+        """struct SageScales."""
+        if self._sage_columns is None:
+            return b""
+        q, k, _, v = a.sage_scales
+        return _SAGE_SCALES.pack(q, k, v, *self._sage_columns)
+
+    def _skip_softmax(self, a: Arguments) -> bytes:
+        """struct SkipSoftmax."""
+        if not self.kernel.row.skips_softmax:
+            return b""
+        return _SKIP_SOFTMAX.pack(a.skip_counts, self.problem.skip_softmax_factor)
 
 
 class _Combine:
@@ -218,6 +236,23 @@ class _Combine:
         )
         # It waits for the attention kernel itself, and whatever comes after it for both.
         launch(self._plan, parameters, stream, pdl=True)
+
+
+def _sage_columns(problem: Problem) -> tuple[int, int, int, int] | None:
+    """Columns of the scales of q and k, and log2 of how many tokens share one; None without Sage scales."""
+    if problem.request.sage_blocks == SAGE_OFF:
+        return None
+    block_q, block_k, _, _ = problem.request.sage_blocks
+
+    def columns(layout: TensorLayout, block: int) -> int:
+        return -(-layout.shape[0] // block) + problem.batch_size - 1
+
+    return (
+        columns(problem.query, block_q),
+        columns(problem.key, block_k),
+        block_q.bit_length() - 1,
+        block_k.bit_length() - 1,
+    )
 
 
 def _check_abi(kernel: Loaded, abi: str, parameter_bytes: int) -> None:

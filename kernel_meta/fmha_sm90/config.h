@@ -21,6 +21,10 @@ constexpr int kTileKV = TILE_KV;
 constexpr int kStagesK = STAGES_K;
 constexpr int kStagesV = STAGES_V;
 constexpr int kBlocksPerSM = BLOCKS_PER_SM;
+constexpr bool kFp16Softmax = FP16_SOFTMAX;
+constexpr bool kCompressesKeys = USES_SPCOMPRESS;
+constexpr bool kSkipsSoftmax = SKIPS_SOFTMAX;
+constexpr bool kSage = USES_SAGE;
 
 // Few query rows and long keys: the keys of a tile may be divided among blocks that leave partial results.
 constexpr bool kSplit = SCHEDULER == Scheduler::split;

@@ -1,4 +1,4 @@
-// The kernel's one argument, ABI "fmha_sm90/2". cubin_runtime/families/fmha_sm90.py packs it, field by field.
+// The kernel's one argument, ABI "fmha_sm90/3". cubin_runtime/families/fmha_sm90.py packs it, field by field.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,6 +7,24 @@
 #include "parts.h"
 
 namespace fmha {
+
+// Sage rows: one scale per head and block of tokens of Q and K, one per kv head and channel of V. Local token t of
+// sequence b has the scale of column (cum_seq_lens[b] >> block_log2) + b + (t >> block_log2).
+struct SageScales {
+  const float* scales_q;  // [num_heads_q, columns_q]
+  const float* scales_k;  // [num_heads_kv, columns_k]
+  const float* scales_v;  // [num_heads_kv, head_dim_v]
+  int32_t columns_q;
+  int32_t columns_k;
+  int32_t block_q_log2;  // tokens
+  int32_t block_k_log2;
+};
+
+// Rows that skip the softmax of negligible tiles.
+struct SkipSoftmax {
+  unsigned long long* counts;  // [2]: tiles left out, and all tiles, are added to it; or null
+  float factor;                // the threshold of a sequence is factor / kv_len
+};
 
 struct Params {
   // (elements of a span, tokens, heads, spans of a row). A span has 128 bytes, or 64 where rows are no multiple of 128,
@@ -47,10 +65,13 @@ struct Params {
   int32_t tile_heads;  // a divisor of heads_per_kv_head
 
   int32_t least_blocks_per_part;  // split: key blocks; 0: no tile is divided
+
+  SageScales sage;
+  SkipSoftmax skip;
 };
 
 static_assert(offsetof(Params, out) == 512 && offsetof(Params, out_stride_token) == 608 &&
-                  offsetof(Params, launch_tag) == 640 && offsetof(Params, tile_tokens) == 676 && sizeof(Params) == 704,
+                  offsetof(Params, launch_tag) == 640 && offsetof(Params, tile_tokens) == 676 && sizeof(Params) == 768,
               "the layout is an ABI: a change needs a new name and a new packer");
 
 }  // namespace fmha

@@ -93,6 +93,10 @@ CALLS = {
 COMBINE = find_step("fmha_sm90", "combine", Capability(9, 0))
 MAPS = ("query_map", "key_map", "value_map", "out_map")
 DIVISION = ("parts", "count", "sums", "statistics", "tile_tokens", "tile_heads", "least_blocks_per_part")
+VARIANTS = (
+    *("scales_q", "scales_k", "scales_v", "columns_q", "columns_k", "block_q_log2", "block_k_log2"),
+    *("counts", "factor"),
+)
 SLIDING = {"sliding": 100, "fp8, head dims 256": 100, "window that hides one key": 398}
 
 
@@ -157,16 +161,17 @@ print(json.dumps({{name: {{n: describe(v) for n, v in call.items()}} for name, c
 
 # ---- struct Params, read from the kernel's own header
 
+_NESTED = {"DividedKeys": "parts.h", "SageScales": "params.h", "SkipSoftmax": "params.h"}
 _TYPES = {"int64_t": "q", "int32_t": "i", "uint32_t": "I", "float": "f", "ptx::TensorMap": "128s"}
 
 
 def _members(file: str, name: str) -> list[tuple[str, str]]:
-    """(type, name) of the members of a struct, those of DividedKeys in its place."""
+    """(type, name) of the members of a struct, those of structs of ours in their place."""
     match = re.search(rf"struct {name} \{{(.*?)\n\}};", (SOURCES / file).read_text(), re.DOTALL)
     assert match
     members = []
     for kind, member in re.findall(r"^\s*([\w:][\w: ]*\*?) (\w+);", match[1], re.MULTILINE):
-        members += _members("parts.h", kind) if kind == "DividedKeys" else [(kind, member)]
+        members += _members(_NESTED[kind], kind) if kind in _NESTED else [(kind, member)]
     return members
 
 
@@ -236,6 +241,7 @@ def test_every_byte_of_the_parameters(launches: dict[str, Launch], name: str) ->
         "window_left": SLIDING.get(name, -1),
         "bmm1_scale": 0.0 if "bmm1_scale" in pointers else scales["bmm1_scale"],
         "bmm2_scale": 0.0 if "bmm2_scale" in pointers else scales["bmm2_scale"],
+        **dict.fromkeys(VARIANTS, 0),
     }
     fields, size = _params()
     used = max(offset + struct.calcsize(f"<{form}") for offset, form in fields.values())
@@ -408,7 +414,7 @@ with _driver.pushed(_driver.retain_primary_context(0)):
     for scale in (1.0, 2.0, 3):
         attend(**{**arguments, "bmm1_scale": scale})
 """,
-        parameter_bytes=704,
+        parameter_bytes=768,
     )
     assert [call["call"] for call in run.calls[-7:-1]] == ["cuCtxGetCurrent", "cuLaunchKernelEx"] * 3
     launches = [_decode(bytes.fromhex(call["parameters"])) for call in run.named("cuLaunchKernelEx")]
@@ -429,7 +435,7 @@ arguments = cuda_call()
 for _ in range(6):
     attend(**arguments)
 """,
-        parameter_bytes=704,
+        parameter_bytes=768,
     )
     tags = [_decode(bytes.fromhex(c["parameters"]))["launch_tag"] for c in run.named("cuLaunchKernelEx")]
     assert 0 not in tags
@@ -660,7 +666,7 @@ threads = [threading.Thread(target=work, args=(tokens,)) for tokens in range(1, 
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 """,
-        parameter_bytes=704,
+        parameter_bytes=768,
     )
     calls = run.named("cuLaunchKernelEx")
     assert [call["result"] for call in calls] == [0] * 160
@@ -701,7 +707,7 @@ for _ in range(2):
 print(out.address, lse.address)
 """,
         devices=("9.0:132:232448",) * 2,
-        parameter_bytes=704,
+        parameter_bytes=768,
     )
     last = _decode(bytes.fromhex(run.named("cuLaunchKernelEx")[-1]["parameters"]))
     assert [last["out"], last["lse"]] == [int(word) for word in run.stdout.split()]

@@ -27,20 +27,18 @@ class FewRows(NamedTuple):
 def few_rows(request: KernelRequest) -> FewRows | None:
     """The split tile for the request; None = it has many query rows, or does not say how many.
 
-    The rows of all heads that share a kv head are packed into tiles. A split kernel is taken where tiles of
-    128 leave multiprocessors idle; one with tiles of 64 where even those leave some idle and the keys are
-    few, so that there is nothing to divide and nothing but the number of tiles decides.
+    The rows of all heads that share a kv head are packed into tiles. Where tiles of 128 leave multiprocessors
+    idle and the keys are many, a kernel is taken that divides them. Few keys are not divided: then it is one
+    with tiles of 64, if these leave some idle, too, so that nothing but the number of tiles decides.
     """
     if request.batch_size is None or request.max_q_len is None:
         return None
     sm_count = request.sm_count or DEFAULT_SM_COUNT
-    small, large = _tiles(request, _SMALL_TILE), _tiles(request, _LARGE_TILE)
-    if large > sm_count:
+    few_keys = request.max_kv_len is not None and request.max_kv_len <= FEW_KEYS
+    tile_q = _SMALL_TILE if few_keys else _LARGE_TILE
+    tiles = _tiles(request, tile_q)
+    if tiles > sm_count:
         return None
-    if small <= sm_count and request.max_kv_len is not None and request.max_kv_len <= FEW_KEYS:
-        tile_q, tiles = _SMALL_TILE, small
-    else:
-        tile_q, tiles = _LARGE_TILE, large
     noun = f"{tile_q}-row tile" if tiles == 1 else f"{tile_q}-row tiles"
     return FewRows(tile_q, f"no more than {tiles} {noun} for {sm_count} multiprocessors")
 

@@ -31,7 +31,6 @@ extern "C" __global__ void __launch_bounds__(fmha::kThreads, fmha::kBlocksPerSM)
 
   if (warpgroup == kConsumers) {
     ptx::registers_shrink_to<kProducerRegisters>();
-    ptx::grid_dependency_wait();
     run_producer(params);
   } else {
     ptx::registers_grow_to<kConsumerRegisters>();

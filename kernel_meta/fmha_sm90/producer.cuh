@@ -90,6 +90,8 @@ __device__ __forceinline__ void schedule_and_load_queries(const Params& params) 
   uint32_t near_end_parity = 0;
   TileScheduler scheduler(params);
 
+  ptx::grid_dependency_wait();
+
   for (;; slot.advance(), near_end_parity ^= 1) {
     const Tile tile = scheduler.current();
     if (leader) {
@@ -134,10 +136,13 @@ __device__ __forceinline__ void store_outputs(const Params& params, int consumer
 __device__ __forceinline__ void run_producer(const Params& params) {
   const int warp = (threadIdx.x >> 5) & 3;
   const bool leader = (threadIdx.x & 31) == 0;
+  if (warp == 1) {
+    schedule_and_load_queries(params);
+    return;
+  }
+  ptx::grid_dependency_wait();
   if (warp == 0) {
     if (leader) load_keys_and_values(params);
-  } else if (warp == 1) {
-    schedule_and_load_queries(params);
   } else if constexpr (kConvertsValues) {
     convert_values(params, warp - 2);
   } else if (kStagesOutput && warp - 2 < kConsumers && leader) {

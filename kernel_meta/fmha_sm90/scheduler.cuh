@@ -5,6 +5,7 @@
 // innermost. Split: tile by tile, its parts side by side. Tile i < gridDim.x belongs to block i; later ones go to
 // whoever draws the next ticket.
 #pragma once
+#include "common/ptx/math.cuh"
 #include "division.cuh"
 #include "params.h"
 #include "tickets.cuh"
@@ -16,11 +17,14 @@ class TileScheduler {
  public:
   static constexpr int kWindow = 32;  // sequences looked at together, one a lane
 
+  // Reads nothing but `params`: this runs before the kernel may look at memory.
   __device__ explicit TileScheduler(const Params& params)
       : params_(params),
         counter_(params.tile_counter, params.launch_tag),
         head_tiles_(params.num_heads_q / params.tile_heads),
-        blocks_per_part_(kSplit ? fmha::blocks_per_part(params, head_tiles_) : 0),
+        kv_heads_(params.num_heads_q / params.heads_per_kv_head),
+        tokens_(tile_tokens(params)),
+        heads_(head_tiles_),
         index_(blockIdx.x) {}
 
   // The tile at the current index; `work` is 0 behind the last one. All lanes of the warp take part and get it.
@@ -31,6 +35,7 @@ class TileScheduler {
       window_first_slot_ += window_slots_;
       first_sequence_ += kWindow;
       window_tiles_ = window_slots_ = 0;
+      if (kSplit && first_sequence_ == 0) blocks_per_part_ = blocks_per_part(params_, head_tiles_);
       if (first_sequence_ >= params_.batch_size) return Tile{};
       load_window(lane);
     }
@@ -68,7 +73,7 @@ class TileScheduler {
     sequence_ = load_sequence(params_, first_sequence_ + lane);
     // With more sequences than this, sorting costs more than an even end gains.
     if (params_.batch_size <= kWindow) sort_by_keys(sequence_, params_.batch_size);
-    q_blocks_ = ceil_div(sequence_.q_len, tile_tokens(params_));
+    q_blocks_ = tokens_.divide_up(sequence_.q_len);
     division_ = kSplit ? Division(ceil_div(sequence_.kv_len, kTileKV), blocks_per_part_) : Division();
     const int tiles = q_blocks_ * head_tiles_ * division_.parts;
     tiles_through_lane_ = sum_through_lane(tiles);
@@ -92,12 +97,12 @@ class TileScheduler {
     tile.kv_len = __shfl_sync(~0u, sequence_.kv_len, lane);
     if constexpr (kSplit) {
       const int slots = __shfl_sync(~0u, slots_through_lane_, lane) - q_blocks * head_tiles_ * parts;
-      const int of_sequence = offset / parts;
+      const int of_sequence = parts == 1 ? offset : offset / parts;
       tile.part = offset - of_sequence * parts;
       tile.parts = parts;
       tile.blocks_per_part = __shfl_sync(~0u, division_.blocks_per_part, lane);
       tile.first_slot = window_first_slot_ + slots + of_sequence * parts;
-      tile.q_block = of_sequence / head_tiles_;
+      tile.q_block = heads_.divide(of_sequence);
       tile.head = (of_sequence - tile.q_block * head_tiles_) * params_.tile_heads;
     } else {
       choose_rows(tile, offset, q_blocks);
@@ -105,9 +110,27 @@ class TileScheduler {
     return tile;
   }
 
-  // Head groups of `size` or size - 1 head tiles, the larger ones first.
   __device__ __forceinline__ void choose_rows(Tile& tile, int offset, int q_blocks) const {
-    const int groups = ceil_div(head_tiles_, head_tiles_per_group(tile.kv_len));
+    const bool fit = keys_fit_the_cache(tile.kv_len);
+    const Place place = fit ? in_one_group(offset) : in_groups(offset, q_blocks, tile.kv_len);
+    tile.head = place.head_tile * params_.tile_heads;
+    tile.q_block = kMask == MaskType::dense ? place.row_rank : q_blocks - 1 - place.row_rank;
+  }
+
+  // Of a tile among those of its sequence.
+  struct Place {
+    int row_rank;  // in the order of work
+    int head_tile;
+  };
+
+  __device__ __forceinline__ Place in_one_group(int offset) const {
+    const int row_rank = heads_.divide(offset);
+    return {row_rank, offset - row_rank * head_tiles_};
+  }
+
+  // Head groups of `size` or size - 1 head tiles, the larger ones first.
+  __device__ __forceinline__ Place in_groups(int offset, int q_blocks, int kv_len) const {
+    const int groups = ceil_div(head_tiles_, head_tiles_per_group(kv_len));
     int size = ceil_div(head_tiles_, groups);
     const int large_groups = head_tiles_ - (size - 1) * groups;
     int first = 0;
@@ -119,26 +142,36 @@ class TileScheduler {
     const int group = offset / (size * q_blocks);
     offset -= group * size * q_blocks;
     const int row_rank = offset / size;
-    tile.head = (first + group * size + offset - row_rank * size) * params_.tile_heads;
-    tile.q_block = kMask == MaskType::dense ? row_rank : q_blocks - 1 - row_rank;
+    return {row_rank, first + group * size + offset - row_rank * size};
   }
 
   // A group's keys and values fill at most half of the L2 cache. A dense mask has no long and short rows to balance,
   // so there the smallest group that shares keys is best.
+  static constexpr int kBudgetBytes = 32 << 20;
+  static constexpr int kBytesPerKey = kRowBytesQK + kHeadDimV * ptx::kElementBytes<kValueType>;
+
+  __device__ __forceinline__ bool keys_fit_the_cache(int kv_len) const {
+    if constexpr (kMask == MaskType::dense) return false;
+    return static_cast<int64_t>(shared_keys(kv_len)) * kBytesPerKey * kv_heads_ <= kBudgetBytes;
+  }
+
   __device__ __forceinline__ int head_tiles_per_group(int kv_len) const {
     const int sharing_keys = params_.heads_per_kv_head / params_.tile_heads;
     if constexpr (kMask == MaskType::dense) return sharing_keys;
-    constexpr int kBudgetBytes = 32 << 20;
-    constexpr int kBytesPerKey = kRowBytesQK + kHeadDimV * ptx::kElementBytes<kValueType>;
-    const int shared_keys = kMask == MaskType::sliding ? min(kv_len, params_.window_left + 16 * kTileQ) : kv_len;
-    const int kv_heads = kBudgetBytes / (kBytesPerKey * max(1, shared_keys));
+    const int kv_heads = kBudgetBytes / (kBytesPerKey * max(1, shared_keys(kv_len)));
     return max(1, min(head_tiles_, kv_heads * sharing_keys));
+  }
+
+  // Of keys, those that the rows of one head which are worked on at a time may see.
+  __device__ __forceinline__ int shared_keys(int kv_len) const {
+    return kMask == MaskType::sliding ? min(kv_len, params_.window_left + 16 * kTileQ) : kv_len;
   }
 
   const Params& params_;
   const TicketCounter counter_;
-  const int head_tiles_;
-  const int blocks_per_part_;
+  const int head_tiles_, kv_heads_;
+  const ptx::Divisor tokens_, heads_;  // by tokens and by heads of a tile
+  int blocks_per_part_ = 0;
   int index_;
   int ticket_ = -1;
   // The window: sequences first_sequence_ ... + 31, their tiles [window_begin_, window_begin_ + window_tiles_) and the

@@ -235,10 +235,15 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(timed: Timed, protocol: object) -> list[float]:
         return [timed.result.us]  # type: ignore[attr-defined]
 
+    def copies(size: int, device: torch.device) -> dict[str, Timed]:
+        slow, fast = capture(lambda: torch.ones(1)), capture(lambda: torch.ones(1))
+        fast.result.us = size / 2e6  # type: ignore[attr-defined]
+        return {"slow": slow, "fast": fast}
+
     monkeypatch.setattr(run, "capture", capture)
     monkeypatch.setattr(run, "measure", measure)
     monkeypatch.setattr(run, "host_us", lambda call: 7.0)
-    monkeypatch.setattr(run, "_COPY_BYTES", 1 << 10)
+    monkeypatch.setattr(run, "copies", copies)
     monkeypatch.setattr(run, "_matmul", lambda device: {run._MATMUL: capture(lambda: torch.ones(1))})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -273,6 +278,11 @@ def test_every_peer_is_accounted_for() -> None:
     (view,) = views(report(line), "burst")
     assert view.ratio(OURS) == pytest.approx(1.2)
     assert view.ratio(OURS, ragged=False) == pytest.approx(0.5)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_faster_copy_is_the_bound() -> None:
+    assert Bench({}, BURST, CPU).copy_gbps() == {"burst": pytest.approx(4000.0)}
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -1,12 +1,13 @@
 """The kernels behind `trtllm_sage_attention_quantize`: which ones a call launches, and with what.
 
-`blocks` quantises query, and key unless that is smoothed, and zeroes the counters of those that follow. `key`
-(where key is smoothed) and `value` make two passes over their tensor each: statistics, then numbers.
+`blocks` quantises query, and key unless that is smoothed, in one pass. Value, and smoothed key, take two:
+`statistics` over all tokens, and `value` or `key`, right behind it for what is still in the L2 cache.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,15 +24,16 @@ _REGISTERS_PER_SM = 1 << 16
 _COUNTER_BYTES = 4
 _PARTIAL_BYTES = 4
 
-# Wide groups of channels read long pieces of memory, but leave many partial results to each thread that joins
-# them. This is the most of tokens * lanes**2.
-_JOINABLE = 1 << 24
+# `statistics` has so many times the blocks of threads that fit on the device, so that faster multiprocessors
+# take more of them; not more than that, since each leaves a partial result to join.
+_WAVES = 4
 
 # The structs of kernel_meta/sage_quantize/params.h.
-_BLOCK_TENSOR, _ITEMS, _FORMAT = "QQQQiiiii4x", "QQiiii", "iiif"
+_BLOCK_TENSOR, _FORMAT = "QQQQiiiii4x", "iiif"
 BLOCKS_PARAMETERS = struct.Struct(f"<{_BLOCK_TENSOR}{_BLOCK_TENSOR}Qii{_FORMAT}")
-KEY_PARAMETERS = struct.Struct(f"<{_BLOCK_TENSOR}Q{_ITEMS}{_FORMAT}")
-VALUE_PARAMETERS = struct.Struct(f"<QQQQiii4x{_ITEMS}{_FORMAT}")
+KEY_PARAMETERS = struct.Struct(f"<{_BLOCK_TENSOR}Q{_FORMAT}")
+STATISTICS_PARAMETERS = struct.Struct(f"<QQQQQiiiii{_FORMAT}4x")
+VALUE_PARAMETERS = struct.Struct(f"<QQQQiii{_FORMAT}4x")
 
 
 class Blocks(msgspec.Struct, frozen=True):
@@ -45,12 +47,12 @@ class Blocks(msgspec.Struct, frozen=True):
     @property
     def columns(self) -> int:
         """Scales of a head. Every sequence begins a block of its own."""
-        return -(-self.tokens // self.size) + max(self.sequences - 1, 0)
+        return _over(self.tokens, self.size) + max(self.sequences - 1, 0)
 
     @property
     def walked(self) -> int:
         """Columns that kernels visit: padding behind the last sequence may need one more."""
-        return -(-self.tokens // self.size) + self.sequences
+        return _over(self.tokens, self.size) + self.sequences
 
     @property
     def per_thread(self) -> int:
@@ -98,95 +100,102 @@ class QuantizeCall:
     def __init__(self, problem: Problem, device: DeviceInfo) -> None:
         self.device = device
         self._problem = problem
+        kv = problem.key
         blocks = _load("blocks", device)
         self._query_blocks = _thread_blocks(problem.query, problem.head_dim, blocks)
-        key_blocks = 0 if problem.smooth_k else _thread_blocks(problem.key, problem.head_dim, blocks)
-        # One there is always: it zeroes the counters.
-        self._blocks = LaunchPlan(blocks, (max(1, self._query_blocks + key_blocks), 1, 1))
-        kv, key = problem.key, None
-        value = _Passes(_load("value", device), kv.tokens, kv.tokens, kv.heads, problem.head_dim_v, _ROWS)
-        if problem.smooth_k:
-            kernel = _load("key", device)
-            key = _Passes(kernel, kv.tokens, kv.walked, kv.heads, problem.head_dim, kv.per_thread)
-        self._value, self._key = value, key
-        self.scratch = WorkspaceLayout.of(
-            value_counters=value.counter_bytes,
-            key_counters=key.counter_bytes if key else 0,
-            value_partials=value.partial_bytes,
-            key_partials=key.partial_bytes if key else 0,
+        key_blocks = 0 if problem.smooth_k else _thread_blocks(kv, problem.head_dim, blocks)
+        self._blocks = _plan(blocks, self._query_blocks + key_blocks)
+        self._value = _TwoPasses(
+            _Statistics(kv, problem.head_dim_v, device), _value_plan(kv, problem.head_dim_v, device)
         )
-        self._counters = self.scratch.offset("value_partials") // _COUNTER_BYTES  # these come first
+        self._key = None
+        if problem.smooth_k:
+            self._key = _TwoPasses(
+                _Statistics(kv, problem.head_dim, device), _key_plan(kv, problem.head_dim, device)
+            )
+        partials = max(each.statistics.partial_bytes for each in (self._value, self._key) if each)
+        self.scratch = WorkspaceLayout.of(counters=kv.heads * _COUNTER_BYTES, partials=partials)
 
     def __call__(self, addresses: Addresses, stream: int, pdl: bool) -> None:
-        """Launches two or three kernels into `stream`."""
+        """Launches three or five kernels into `stream`."""
         a, problem = addresses, self._problem
         query = _tensor(problem.query, a.query, a.q_quant, a.q_scale, a.cum_seq_lens_q)
         key = _tensor(problem.key, a.key, a.k_quant, a.k_scale, a.cum_seq_lens_kv)
         form = (problem.head_dim, problem.is_fp16, problem.is_e4m3, problem.range)
-        counters = (a.scratch, self._counters)
-        launch(
-            self._blocks,
-            BLOCKS_PARAMETERS.pack(*query, *key, *counters, self._query_blocks, *form),
-            stream,
-            pdl,
-        )
+        form_v = (problem.head_dim_v, *form[1:])
+        counters = (a.scratch + self.scratch.offset("counters"), problem.key.heads)
+        blocks = BLOCKS_PARAMETERS.pack(*query, *key, *counters, self._query_blocks, *form)
+        launch(self._blocks, blocks, stream, pdl)
+        sizes = _sizes(problem.key)
+        scratch = (a.scratch + self.scratch.offset("partials"), counters[0], *sizes)
         if self._key:
-            items = self._items("key", self._key, a.scratch)
-            launch(self._key.plan, KEY_PARAMETERS.pack(*key, a.k_mean, *items, *form), stream, pdl)
-        kv = problem.key
-        value = (a.value, a.v_quant, a.v_scale, a.cum_seq_lens_kv, kv.tokens, kv.sequences, kv.heads)
-        items = self._items("value", self._value, a.scratch)
-        form = (problem.head_dim_v, *form[1:])
-        launch(self._value.plan, VALUE_PARAMETERS.pack(*value, *items, *form), stream, pdl)
-
-    def _items(self, name: str, passes: _Passes, scratch: int) -> tuple[int, ...]:
-        """struct Items."""
-        counters = scratch + self.scratch.offset(f"{name}_counters")
-        partials = scratch + self.scratch.offset(f"{name}_partials")
-        return counters, partials, passes.groups, passes.chunks, passes.lanes, passes.ahead
+            statistics = self._key.statistics
+            means = (a.key, a.k_mean, a.cum_seq_lens_kv, *scratch, statistics.chunk_tokens, True)
+            launch(statistics.plan, STATISTICS_PARAMETERS.pack(*means, *form), stream, pdl)
+            launch(self._key.second, KEY_PARAMETERS.pack(*key, a.k_mean, *form), stream, pdl)
+        statistics = self._value.statistics
+        scales = (a.value, a.v_scale, a.cum_seq_lens_kv, *scratch, statistics.chunk_tokens, False)
+        launch(statistics.plan, STATISTICS_PARAMETERS.pack(*scales, *form_v), stream, pdl)
+        value = (a.value, a.v_quant, a.v_scale, a.cum_seq_lens_kv, *sizes)
+        launch(self._value.second, VALUE_PARAMETERS.pack(*value, *form_v), stream, pdl)
 
 
-class _Passes:
-    """How a kernel that makes two passes over a tensor cuts them into items of work; see struct Items.
+class _Statistics:
+    """How `statistics` cuts a tensor: a block of threads has `chunk_tokens` tokens of a head."""
 
-    units   tokens, or columns of them, and how many a thread has at a time
-    """
-
-    def __init__(
-        self, kernel: Loaded, tokens: int, units: int, heads: int, head_dim: int, per_thread: int
-    ) -> None:
+    def __init__(self, tensor: Blocks, head_dim: int, device: DeviceInfo) -> None:
+        kernel = _load("statistics", device)
         threads, registers = kernel.resources.threads, kernel.resources.registers
-        vectors = heads * head_dim // _VECTOR
-        self.lanes = _lanes(tokens, vectors, head_dim // _VECTOR, threads)
-        self.groups = vectors // self.lanes
-        self.chunks = max(1, -(-units // (threads // self.lanes * per_thread)))
-        count = self.groups * self.chunks
-        resident = kernel.device.sm_count * (_REGISTERS_PER_SM // (threads * registers))
-        self.plan = LaunchPlan(kernel, (min(2 * count, resident), 1, 1))
-        # With twice of what is in flight nobody waits long, and more would not stay in the cache.
-        self.ahead = min(count, max(self.chunks, 2 * resident))
-        self.counter_bytes = (1 + 2 * self.groups) * _COUNTER_BYTES
-        self.partial_bytes = count * self.lanes * _VECTOR * _PARTIAL_BYTES
+        at_a_time = _ROWS * threads // (head_dim // _VECTOR)
+        resident = device.sm_count * (_REGISTERS_PER_SM // (threads * registers))
+        wanted = _over(tensor.tokens * tensor.heads, _WAVES * resident)
+        self.chunk_tokens = max(1, _over(wanted, at_a_time)) * at_a_time
+        chunks = max(1, _over(tensor.tokens, self.chunk_tokens))
+        self.plan = LaunchPlan(kernel, (tensor.heads, chunks, 1))
+        self.partial_bytes = tensor.heads * chunks * head_dim * _PARTIAL_BYTES
 
 
-def _lanes(tokens: int, vectors: int, least: int, most: int) -> int:
-    """Threads along the channels of a group: a power of two that divides `vectors`; a head is not divided."""
-    lanes = least
-    while 2 * lanes <= most and vectors % (2 * lanes) == 0 and tokens * (2 * lanes) ** 2 <= _JOINABLE:
-        lanes *= 2
-    return lanes
+class _TwoPasses(NamedTuple):
+    """What quantises a tensor with statistics over all its tokens."""
+
+    statistics: _Statistics
+    second: LaunchPlan
+
+
+def _over(amount: int, size: int) -> int:
+    """How many of `size` hold `amount`."""
+    return -(-amount // size)
+
+
+def _plan(kernel: Loaded, blocks: int) -> LaunchPlan:
+    """One block there is always: `blocks` zeroes the counters, too."""
+    return LaunchPlan(kernel, (max(1, blocks), 1, 1))
+
+
+def _key_plan(tensor: Blocks, head_dim: int, device: DeviceInfo) -> LaunchPlan:
+    kernel = _load("key", device)
+    return _plan(kernel, _thread_blocks(tensor, head_dim, kernel))
+
+
+def _value_plan(tensor: Blocks, head_dim: int, device: DeviceInfo) -> LaunchPlan:
+    kernel = _load("value", device)
+    threads = _over(tensor.tokens, _ROWS) * (tensor.heads * head_dim // _VECTOR)
+    return _plan(kernel, _over(threads, kernel.resources.threads))
 
 
 def _thread_blocks(tensor: Blocks, head_dim: int, kernel: Loaded) -> int:
-    """Blocks of threads that quantise a tensor in one pass."""
-    threads = -(-tensor.walked // tensor.per_thread) * (tensor.heads * head_dim // _VECTOR)
-    return -(-threads // kernel.resources.threads)
+    """Blocks of threads that quantise a tensor in blocks of tokens."""
+    threads = _over(tensor.walked, tensor.per_thread) * (tensor.heads * head_dim // _VECTOR)
+    return _over(threads, kernel.resources.threads)
 
 
 def _tensor(blocks: Blocks, source: int, target: int, scales: int, edges: int) -> tuple[int, ...]:
     """struct BlockTensor."""
-    sizes = (blocks.tokens, blocks.sequences, blocks.heads, blocks.columns, blocks.size)
-    return (source, target, scales, edges, *sizes)
+    return (source, target, scales, edges, *_sizes(blocks), blocks.columns, blocks.size)
+
+
+def _sizes(tensor: Blocks) -> tuple[int, int, int]:
+    return tensor.tokens, tensor.sequences, tensor.heads
 
 
 def _load(name: str, device: DeviceInfo) -> Loaded:

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <climits>
 #include <cstdint>
 
 namespace sage {
@@ -40,8 +41,49 @@ __device__ __forceinline__ void unpack(const uint4& vector, float (&values)[kVec
   }
 }
 
+__device__ __forceinline__ void load8(const float* address, float (&values)[kVector]) {
+  const float4 low = __ldcg(reinterpret_cast<const float4*>(address));
+  const float4 high = __ldcg(reinterpret_cast<const float4*>(address) + 1);
+  const float loaded[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) values[i] = loaded[i];
+}
+
+// The larger magnitudes of two pairs of 16-bit floats, with any signs; NaN is larger than anything.
+template <class Element>
+__device__ __forceinline__ uint32_t larger2(uint32_t a, uint32_t b);
+
+template <>
+__device__ __forceinline__ uint32_t larger2<__nv_bfloat16>(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+template <>
+__device__ __forceinline__ uint32_t larger2<__half>(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+template <class Element>
+__device__ __forceinline__ uint4 larger_magnitudes(const uint4& a, const uint4& b) {
+  return {larger2<Element>(a.x, b.x), larger2<Element>(a.y, b.y), larger2<Element>(a.z, b.z),
+          larger2<Element>(a.w, b.w)};
+}
+
 // As integers, magnitudes are in order and NaN is above infinity, so that a maximum does not lose it.
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffff; }
+
+// The largest of 8 magnitudes, as such an integer.
+template <class Element>
+__device__ __forceinline__ uint32_t largest_bits(const uint4& magnitudes) {
+  const uint32_t low = larger2<Element>(magnitudes.x, magnitudes.y);
+  const uint32_t high = larger2<Element>(magnitudes.z, magnitudes.w);
+  const float2 pair = unpack2<Element>(larger2<Element>(low, high));
+  return max(magnitude_bits(pair.x), magnitude_bits(pair.y));
+}
 
 __device__ __forceinline__ float zero_unless_finite(float x) {
   return magnitude_bits(x) < kInfinityBits ? x : 0.0f;
@@ -65,8 +107,9 @@ __device__ __forceinline__ uint32_t pack4_int8(float a, float b, float c, float 
   return __byte_perm(low, high, 0x5410);
 }
 
-__device__ __forceinline__ uint2 pack(const float (&v)[kVector], bool is_e4m3) {
-  return is_e4m3 ? uint2{pack4_e4m3(v[0], v[1], v[2], v[3]), pack4_e4m3(v[4], v[5], v[6], v[7])}
+template <bool kIsE4m3>
+__device__ __forceinline__ uint2 pack(const float (&v)[kVector]) {
+  return kIsE4m3 ? uint2{pack4_e4m3(v[0], v[1], v[2], v[3]), pack4_e4m3(v[4], v[5], v[6], v[7])}
                  : uint2{pack4_int8(v[0], v[1], v[2], v[3]), pack4_int8(v[4], v[5], v[6], v[7])};
 }
 

@@ -1,4 +1,8 @@
 // Parameters of the quantiser's kernels, as packed by cubin_runtime/families/sage_quantize.py.
+//
+// The kernels of a call follow each other, `blocks` first, and each may start while the one before is still running.
+// `blocks` waits for what came before the call, and lets its successor start only after that. So the other kernels
+// read the call's inputs right away; they wait before they touch what kernels of the call, or earlier ones, write.
 #pragma once
 
 namespace sage {
@@ -24,21 +28,10 @@ struct BlockTensor {
   int block;  // 1, 4 or 16
 };
 
-// How a pass over all tokens for statistics, and one that uses them, are cut into items of work: groups of
-// channels, and chunks of the tokens in each.
-struct Items {
-  unsigned* counters;  // 0 at first: tickets, then for each group arrivals, then for each group readiness
-  float* partials;     // [groups, chunks, 8 * lanes], contents undefined
-  int groups;
-  int chunks;
-  int lanes;  // threads along a group's channels, 8 channels each; a power of two
-  int ahead;  // items that the first pass leads by, at least `chunks`
-};
-
 struct BlocksParams {
   BlockTensor query;
   BlockTensor key;
-  unsigned* counters;  // [counter_count], zeroed for the kernels that follow
+  unsigned* counters;  // [counter_count], zeroed for `statistics`
   int counter_count;
   int query_blocks;  // thread blocks for query; those behind them are for key
   Format format;
@@ -46,20 +39,33 @@ struct BlocksParams {
 
 struct KeyParams {
   BlockTensor key;
-  float* means;  // [heads, head_dim]
-  Items items;
+  const float* means;  // [heads, head_dim]
+  Format format;
+};
+
+// The grid is [heads, chunks of tokens].
+struct StatisticsParams {
+  const void* input;   // [tokens, heads, head_dim]
+  float* results;      // [heads, head_dim]
+  const int* edges;    // as in BlockTensor
+  float* partials;     // [heads, chunks, head_dim], contents undefined
+  unsigned* counters;  // [heads], 0 before and after
+  int tokens;
+  int sequences;
+  int heads;
+  int chunk_tokens;
+  int is_mean;  // else the scale of value
   Format format;
 };
 
 struct ValueParams {
-  const void* input;  // [tokens, heads, head_dim]
-  void* output;       // the same shape, e4m3
-  float* scales;      // [heads, head_dim]
-  const int* edges;   // as in BlockTensor
+  const void* input;    // [tokens, heads, head_dim]
+  void* output;         // the same shape, e4m3
+  const float* scales;  // [heads, head_dim]
+  const int* edges;     // as in BlockTensor
   int tokens;
   int sequences;
   int heads;
-  Items items;
   Format format;
 };
 

@@ -1,62 +1,40 @@
-// Value with one scale for each head and channel over all tokens: a pass for the largest magnitudes, and one that
-// quantises.
+// Value with one scale for each head and channel. From the end: what `statistics` read last is still in the L2 cache.
 #include "common/ptx/grid.cuh"
-#include "sage_quantize/statistics.cuh"
+#include "sage_quantize/columns.cuh"
 
 namespace sage {
 
-constexpr int kRows = 8;  // that a thread loads at a time
+constexpr int kThreads = 128;
 
 template <class Element>
-__device__ __forceinline__ void quantize_value(const ValueParams& params, Shared& shared) {
-  const int row_vectors = params.heads * params.format.head_dim / kVector;
+__device__ __forceinline__ void quantize_value(const ValueParams& params) {
+  const unsigned thread = (gridDim.x - 1 - blockIdx.x) * kThreads + threadIdx.x;
+  const unsigned row_vectors = params.heads * params.format.head_dim / kVector;
+  const unsigned vector = thread % row_vectors;
+  const int first = thread / row_vectors * kRows;
   const int real = edge(params.edges, params.sequences, params.tokens);
-  Queue queue(params.items, shared);
-  Item item;
-  while (queue.draw(item)) {
-    const Place place(params.items, item.group);
-    const long long first = static_cast<long long>(item.chunk) * kRows * place.slots + place.slot;
-    uint4 rows[kRows] = {};
+  const auto* input = static_cast<const uint4*>(params.input) + vector;
+  auto* output = static_cast<uint2*>(params.output) + vector;
+
+  uint4 rows[kRows] = {};  // those of padding stay zero
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      const long long token = first + row * place.slots;
-      if (token >= real) continue;
-      const auto* address = static_cast<const uint4*>(params.input) + token * row_vectors + place.vector;
-      rows[row] = item.is_first_pass ? __ldcg(address) : __ldcs(address);
-    }
-    float values[kVector] = {};
-    if (item.is_first_pass) {
+  for (int i = 0; i < kRows; ++i) {
+    const long long token = first + i;
+    if (token < real) rows[i] = __ldcs(input + token * row_vectors);  // see params.h: before the wait
+  }
+  ptx::grid_dependency_wait();
+  float factors[kVector];
+  load8(params.scales + vector * kVector, factors);
 #pragma unroll
-      for (const uint4& row : rows) {
-        float loaded[kVector];
-        unpack<Element>(row, loaded);
+  for (int i = 0; i < kVector; ++i) factors[i] = 1.0f / factors[i];
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) values[i] = fmaxf(values[i], fabsf(zero_unless_finite(loaded[i])));
-      }
-      const auto larger = [](float a, float b) { return fmaxf(a, b); };
-      const auto write_scales = [&](const float(&amax)[kVector]) {
-        float scales[kVector];
+  for (int i = 0; i < kRows; ++i) {
+    const long long token = first + i;
+    float scaled[kVector];
+    unpack<Element>(rows[i], scaled);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) scales[i] = scale_of(amax[i], kE4m3Max);
-        store8(params.scales + place.vector * kVector, scales);
-      };
-      end_first_pass(params.items, item, place, shared, values, larger, write_scales);
-    } else {
-      wait_for_statistics(params.items, item.group);
-      load8(params.scales + place.vector * kVector, values);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) values[i] = 1.0f / values[i];
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        const long long token = first + row * place.slots;
-        if (token >= params.tokens) continue;
-        float scaled[kVector];  // rows of padding are zero
-        unpack<Element>(rows[row], scaled);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) scaled[i] = __fmul_rn(scaled[i], values[i]);
-        __stcs(static_cast<uint2*>(params.output) + token * row_vectors + place.vector, pack(scaled, true));
-      }
-    }
+    for (int n = 0; n < kVector; ++n) scaled[n] = __fmul_rn(scaled[n], factors[n]);
+    if (token < params.tokens) __stcs(output + token * row_vectors, pack</*kIsE4m3=*/true>(scaled));
   }
 }
 
@@ -64,14 +42,12 @@ __device__ __forceinline__ void quantize_value(const ValueParams& params, Shared
 
 extern "C" __device__ const unsigned int fmha_dynamic_shared_memory = 0;
 
-extern "C" __global__ void __launch_bounds__(sage::kThreads, 3)
+extern "C" __global__ void __launch_bounds__(sage::kThreads, 6)
     KERNEL_NAME(const __grid_constant__ sage::ValueParams params) {
-  __shared__ sage::Shared shared;
-  ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   if (params.format.is_fp16) {
-    sage::quantize_value<__half>(params, shared);
+    sage::quantize_value<__half>(params);
   } else {
-    sage::quantize_value<__nv_bfloat16>(params, shared);
+    sage::quantize_value<__nv_bfloat16>(params);
   }
 }

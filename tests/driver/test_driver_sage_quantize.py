@@ -81,18 +81,18 @@ def launches(run_with_stub: Callable[..., Any], code: str, **options: Any) -> tu
     return work[len(work) // 2 :], run.stdout.splitlines()
 
 
-def test_two_launches_and_their_parameters(run_with_stub: Callable[..., Any]) -> None:
+def test_three_launches_and_their_parameters(run_with_stub: Callable[..., Any]) -> None:
     code = """
 given, results = call(q_block_size=4, k_block_size=16)
 print(*[given[n].data_ptr() for n in ("query", "key", "value", "cum_seq_lens_q")])
 print(*[each[2] for each in made])
 """
-    (blocks, value), lines = launches(run_with_stub, code)
+    (blocks, statistics, value), lines = launches(run_with_stub, code)
     query, key, values, edges = map(int, lines[-2].split())
     q_quant, k_quant, v_quant, q_scale, k_scale, v_scale, scratch = map(int, lines[-1].split())
-    assert (blocks["kernel"], value["kernel"]) == ("sage_quantize_blocks_sm90a", "sage_quantize_value_sm90a")
-    assert {each["stream"] for each in (blocks, value)} == {STREAM}
-    assert all(each["pdl"] for each in (blocks, value))
+    for each, step in ((blocks, "blocks"), (statistics, "statistics"), (value, "value")):
+        assert (each["kernel"], each["stream"]) == (f"sage_quantize_{step}_sm90a", STREAM)
+        assert each["pdl"]
 
     found = unpack("BlocksParams", blocks["parameters"])
     # Threads: 128 a block, 2 columns of 4 tokens, or 1 of 16, and 8 channels each.
@@ -117,7 +117,7 @@ print(*[each[2] for each in made])
         "key.columns": 21,
         "key.block": 16,
         "counters": scratch,
-        "counter_count": 4,
+        "counter_count": 2,
         "query_blocks": q_blocks,
         "format.head_dim": 128,
         "format.is_fp16": 0,
@@ -127,38 +127,39 @@ print(*[each[2] for each in made])
     assert found == expected
     assert blocks["grid"] == [q_blocks + k_blocks, 1, 1]
 
-    found = unpack("ValueParams", value["parameters"])
-    assert found == {
+    sizes = {"edges": edges, "tokens": 320, "sequences": 2, "heads": 2}
+    form = {name: value for name, value in expected.items() if name.startswith("format.")}
+    assert unpack("StatisticsParams", statistics["parameters"]) == {
+        "input": values,
+        "results": v_scale,
+        "partials": scratch + 16,
+        "counters": scratch,
+        "chunk_tokens": 128,  # 16 slots with 8 rows
+        "is_mean": 0,
+        **sizes,
+        **form,
+    }
+    assert statistics["grid"] == [2, 3, 1]
+    assert unpack("ValueParams", value["parameters"]) == {
         "input": values,
         "output": v_quant,
         "scales": v_scale,
-        "edges": edges,
-        "tokens": 320,
-        "sequences": 2,
-        "heads": 2,
-        "items.counters": scratch,
-        "items.partials": scratch + 16,
-        "items.groups": 1,
-        "items.chunks": 5,  # of 8 slots with 8 rows
-        "items.lanes": 32,
-        "items.ahead": 5,
-        "format.head_dim": 128,
-        "format.is_fp16": 0,
-        "format.is_e4m3": 0,
-        "format.range": pytest.approx(126.9),
+        **sizes,
+        **form,
     }
-    assert value["grid"] == [10, 1, 1]
+    assert value["grid"] == [320 // 8 * 32 // 128, 1, 1]
 
 
-def test_smoothing_takes_a_third_launch(run_with_stub: Callable[..., Any]) -> None:
+def test_smoothing_takes_two_more_launches(run_with_stub: Callable[..., Any]) -> None:
     code = """
 given, results = call(tokens=50_000, heads=(2, 8), dtype=torch.float16, k_block_size=4, smooth_k=True,
     qk_quant_dtype=torch.float8_e4m3fn, dim=64, dim_v=256)
 print(*[str(each) for each in made], sep="\\n")
 """
-    (blocks, key, value), lines = launches(run_with_stub, code)
-    names = [each["kernel"] for each in (blocks, key, value)]
-    assert names == [f"sage_quantize_{step}_sm90a" for step in ("blocks", "key", "value")]
+    work, lines = launches(run_with_stub, code)
+    names = ["blocks", "statistics", "key", "statistics", "value"]
+    assert [each["kernel"] for each in work] == [f"sage_quantize_{name}_sm90a" for name in names]
+    blocks, means, key, scales, value = work
     shapes = [eval(line)[:2] for line in lines[-8:]]
     assert shapes[:7] == [
         ([50_000, 2, 64], "torch.float8_e4m3fn"),
@@ -171,54 +172,58 @@ print(*[str(each) for each in made], sep="\\n")
     ]
     *_, k_mean, scratch = (eval(line)[2] for line in lines[-8:])
     of_blocks = unpack("BlocksParams", blocks["parameters"])
+    of_means, of_scales = (unpack("StatisticsParams", each["parameters"]) for each in (means, scales))
     of_key = unpack("KeyParams", key["parameters"])
     of_value = unpack("ValueParams", value["parameters"])
     assert blocks["grid"] == [of_blocks["query_blocks"], 1, 1]  # none for key
-    assert (of_key["means"], of_key["key.columns"], of_key["key.block"]) == (k_mean, 12_501, 4)
+    assert of_key["means"] == of_means["results"] == k_mean
+    assert (of_key["key.columns"], of_key["key.block"]) == (12_501, 4)
     assert (of_key["format.is_fp16"], of_key["format.is_e4m3"], of_key["format.range"]) == (1, 1, 448.0)
-    assert (of_key["format.head_dim"], of_value["format.head_dim"]) == (64, 256)
+    assert of_means["input"] == of_key["key.input"]
+    assert of_scales["input"] == of_value["input"]
+    assert of_scales["results"] == of_value["scales"]
+    assert (of_means["is_mean"], of_scales["is_mean"]) == (1, 0)
+    for of_step in (of_means, of_key):
+        assert of_step["format.head_dim"] == 64
+    for of_step in (of_scales, of_value):
+        assert of_step["format.head_dim"] == 256
 
-    # What the areas of scratch hold lies side by side, and the counters are those that are zeroed.
-    areas = []
-    for found in (of_value, of_key):
-        groups, chunks, lanes = (found[f"items.{name}"] for name in ("groups", "chunks", "lanes"))
-        head_dim = found["format.head_dim"]
-        assert groups * lanes * 8 == 8 * head_dim
-        assert lanes % (head_dim // 8) == 0
-        assert chunks <= found["items.ahead"] <= groups * chunks
-        areas.append((found["items.counters"], 4 * (1 + 2 * groups)))
-        areas.append((found["items.partials"], 4 * groups * chunks * lanes * 8))
-    areas.sort()
-    ends = [begin + size for begin, size in areas]
-    assert areas[0][0] == scratch
-    assert all(0 <= after[0] - end < 16 for after, end in zip(areas[1:], ends, strict=False))
-    zeroed = scratch + 4 * of_blocks["counter_count"]
-    assert areas[1][0] + areas[1][1] <= zeroed <= areas[2][0]
+    # Both use the same scratch, one after the other.
     ((size,), _, _) = eval(lines[-1])
-    assert ends[-1] <= scratch + size < ends[-1] + 16
+    assert (of_blocks["counters"], of_blocks["counter_count"]) == (scratch, 8)
+    partial_bytes = []
+    for launched, found in ((means, of_means), (scales, of_scales)):
+        heads, chunks, _ = launched["grid"]
+        assert (heads, found["counters"]) == (8, scratch)
+        assert (chunks - 1) * found["chunk_tokens"] < 50_000 <= chunks * found["chunk_tokens"]
+        assert found["partials"] == scratch + 32
+        partial_bytes.append(4 * heads * chunks * found["format.head_dim"])
+    assert size == 32 + max(partial_bytes)
 
 
 def test_without_lengths_there_is_one_sequence(run_with_stub: Callable[..., Any]) -> None:
-    (blocks, value), _ = launches(run_with_stub, "call(cum_seq_lens_q=None)")
+    (blocks, statistics, value), _ = launches(run_with_stub, "call(cum_seq_lens_q=None)")
     found = unpack("BlocksParams", blocks["parameters"])
     assert (found["query.edges"], found["query.sequences"], found["query.columns"]) == (0, 1, 320)
-    found = unpack("ValueParams", value["parameters"])
-    assert (found["edges"], found["sequences"]) == (0, 1)
+    for name, launched in (("StatisticsParams", statistics), ("ValueParams", value)):
+        found = unpack(name, launched["parameters"])
+        assert (found["edges"], found["sequences"]) == (0, 1)
 
 
 def test_no_tokens_still_have_scales_of_value(run_with_stub: Callable[..., Any]) -> None:
-    (blocks, value), _ = launches(run_with_stub, "call(tokens=0, batch=0)")
-    assert (blocks["grid"], value["grid"]) == ([1, 1, 1], [2, 1, 1])
+    work, _ = launches(run_with_stub, "call(tokens=0, batch=0, smooth_k=True)")
+    one = [1, 1, 1]
+    assert [each["grid"] for each in work] == [one, [2, 1, 1], one, [2, 1, 1], one]
 
 
 def test_the_tensors_decide_the_device(run_with_stub: Callable[..., Any]) -> None:
     devices = ["9.0:132:232448", "9.0:78:232448"]
     run = run_with_stub(f"{SETUP}\ncall()\ncall(device=1)", devices=devices)
     work = run.named("cuLaunchKernelEx")
-    assert [each["stream"] for each in work] == [STREAM] * 2 + [STREAM + 1] * 2
+    assert [each["stream"] for each in work] == [STREAM] * 3 + [STREAM + 1] * 3
     contexts = [each["context"] for each in work]
-    assert contexts == [contexts[0]] * 2 + [contexts[2]] * 2
-    assert contexts[0] != contexts[2]
+    assert contexts == [contexts[0]] * 3 + [contexts[3]] * 3
+    assert contexts[0] != contexts[3]
 
 
 def test_loading_during_capture_works(run_with_stub: Callable[..., Any]) -> None:
@@ -237,7 +242,7 @@ unload_all()
 call()
 """
     )
-    assert len(run.named("cuLibraryLoadData")) == 4
+    assert len(run.named("cuLibraryLoadData")) == 6
 
 
 @pytest.mark.parametrize(

@@ -161,9 +161,10 @@ def _write_member(file: IO[bytes], name: str, size: int, chunks: Iterable[bytes 
 def _verified(artifact: Artifact, path: Path) -> Iterator[memoryview]:
     """The bytes of a file; raises IntegrityError before the end unless they are the artifact's."""
     checker = Checker(artifact, str(path))
-    for chunk in file_chunks(path):
-        checker.update(chunk)
-        yield chunk
+    with path.open("rb") as file:
+        for chunk in file_chunks(file):
+            checker.update(chunk)
+            yield chunk
     checker.finish()
 
 

@@ -91,10 +91,10 @@ class Fetcher:
                 source = self._transfers.fill(artifact, partial, attempts, progress, others)
                 if source is None:
                     raise failure(artifact, attempts, self._settings)
-                partial.commit()
+                path = partial.commit()
         warn_of_wrong_files(attempts, source)
         trim(store, self._settings, artifact)
-        return Fetched(store.name, store.place(artifact), True, source, tuple(attempts))
+        return Fetched(store.name, path, True, source, tuple(attempts))
 
     def _stores_of(self, artifact: Artifact) -> list[FolderStore]:
         """The stores of this machine, which are the same for all files of a set."""

@@ -120,6 +120,21 @@ def lookup_order(
     yield FolderStore("cache", settings.cache_dir)
 
 
+class LocalStores:
+    """`lookup_order` for many files: those of one set have the same stores, which are worked out once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._found: dict[tuple[str, bool], list[FolderStore]] = {}
+
+    def of(self, artifact: Artifact) -> list[FolderStore]:
+        """The stores that may have `artifact`, most specific first."""
+        key = artifact.set_name, artifact.published is None
+        if key not in self._found:
+            self._found[key] = list(lookup_order(self._settings, artifact))
+        return self._found[key]
+
+
 def _installed(package: str) -> Iterator[FolderStore]:
     """The folder of an installed package that publishes the set of its name. The package is not imported."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None

@@ -39,14 +39,18 @@ def fetch_all(
     """Brings every file to this machine, `jobs` of them at a time; outcomes in the order of `artifacts`.
 
     progress    called, from any thread, with the bytes of a file that are there
-    done        called, in this thread, with each outcome as it comes
+    done        called, from any thread but one at a time, with each outcome as it comes
 
     An interrupt stops the transfers under way, and leaves what can be continued.
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     fetcher = Fetcher(transfers, target=target, settings=settings)
+    ordered = list(artifacts)
+    waiting = enumerate(ordered)
+    outcomes: dict[int, Outcome] = {}
     stop = threading.Event()
+    one_at_a_time = threading.Lock()
 
     def bring(artifact: Artifact) -> Outcome:
         def watch(size: int) -> None:
@@ -60,12 +64,23 @@ def fetch_all(
             return Outcome(artifact, None, error)
         return Outcome(artifact, fetched, None)
 
+    # Threads take files by themselves, since a future for each costs as much as to store a small one.
+    def work() -> None:
+        while not stop.is_set():
+            with one_at_a_time:
+                number, artifact = next(waiting, (0, None))
+            if artifact is None:
+                return
+            outcome = outcomes[number] = bring(artifact)
+            with one_at_a_time:
+                done(outcome)
+
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="fetch")
     try:
-        futures = [pool.submit(bring, artifact) for artifact in artifacts]
-        for future in as_completed(futures):
-            done(future.result())
+        workers = [pool.submit(work) for _ in range(min(jobs, len(ordered)))]
+        for worker in as_completed(workers):
+            worker.result()
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
-    return [future.result() for future in futures]
+    return [outcomes[number] for number in range(len(ordered))]

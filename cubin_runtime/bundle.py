@@ -22,7 +22,7 @@ from cubin_runtime.integrity import Checker, file_chunks
 from cubin_runtime.manifest import FILE_NAME, MAX_MANIFEST_SIZE, Artifact, Manifest
 from cubin_runtime.mirrors import CHUNK, Body, MissingError
 from cubin_runtime.settings import Settings, settings
-from cubin_runtime.store import FolderStore, lookup_order
+from cubin_runtime.store import FolderStore, LocalStores
 
 _BLOCK = 512  # bytes; everything in a tar begins at a multiple of it
 
@@ -133,9 +133,10 @@ def _sources(
     artifacts: Mapping[str, Artifact], settings: Settings
 ) -> dict[str, tuple[Artifact, FolderStore]]:
     """A store that has the right bytes, for each file by its key."""
+    stores = LocalStores(settings)
     found, missing = {}, []
     for artifact in artifacts.values():
-        store = holder(artifact, lookup_order(settings, artifact), [])
+        store = holder(artifact, stores.of(artifact), [])
         if store is None:
             missing.append(artifact.name)
         else:
@@ -161,9 +162,10 @@ def _write_member(file: IO[bytes], name: str, size: int, chunks: Iterable[bytes 
 def _verified(artifact: Artifact, path: Path) -> Iterator[memoryview]:
     """The bytes of a file; raises IntegrityError before the end unless they are the artifact's."""
     checker = Checker(artifact, str(path))
-    for chunk in file_chunks(path):
-        checker.update(chunk)
-        yield chunk
+    with path.open("rb") as file:
+        for chunk in file_chunks(file):
+            checker.update(chunk)
+            yield chunk
     checker.finish()
 
 

@@ -47,8 +47,7 @@ class WritableStore(FolderStore):
         folder = os.path.dirname(path)
         partial = None
         try:
-            self._prepare(folder)
-            partial = PartialFile.open(path)
+            partial = PartialFile.create(path) if self._make(folder) else PartialFile.open(path)
             _require_space(path, artifact.size - partial.size)
             yield partial
         except ArtifactError:
@@ -78,9 +77,12 @@ class WritableStore(FolderStore):
         """Nothing by default: without it, two writers of one file cost a second download and no more."""
         return contextlib.nullcontext()
 
-    def _prepare(self, folder: str) -> None:
-        if not os.path.isdir(folder):
-            os.makedirs(folder, exist_ok=True)
+    def _make(self, folder: str) -> bool:
+        """Makes a folder of the store, and says whether it was not there."""
+        if os.path.isdir(folder):
+            return False
+        os.makedirs(folder, exist_ok=True)
+        return True
 
 
 class CacheEntry(NamedTuple):
@@ -97,6 +99,7 @@ class CacheStore(WritableStore):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__("cache", path)
+        self._was_tagged = False
 
     @contextlib.contextmanager
     def only_writer(self, artifact: Artifact, timeout: float) -> Iterator[None]:
@@ -108,7 +111,7 @@ class CacheStore(WritableStore):
         folder = f"{self.folder}/locks"
         with contextlib.ExitStack() as stack:
             try:
-                self._prepare(folder)
+                self._make(folder)
                 stack.enter_context(locked(f"{folder}/{artifact.sha256}.lock", timeout))
             except OSError as error:
                 logger.debug("downloading %s without a lock: %s", artifact.name, error)
@@ -173,16 +176,21 @@ class CacheStore(WritableStore):
         parts = [path for path in self.folder.glob("[0-9a-f][0-9a-f]/.*") if is_part(path.name)]
         return sum(remove_abandoned(str(path)) for path in parts)
 
-    def _prepare(self, folder: str) -> None:
+    def _make(self, folder: str) -> bool:
         if os.path.isdir(folder):
-            return
-        super()._prepare(str(self.folder))
-        # A folder that holds something else is not ours to exclude from backups.
+            return False
+        if not self._was_tagged:
+            self._tag()
+        return super()._make(folder)
+
+    def _tag(self) -> None:
+        """Tags the folder if it is new; one that holds something else is not ours to exclude from backups."""
+        super()._make(str(self.folder))
         with os.scandir(self.folder) as found:
             is_empty = next(found, None) is None
         if is_empty:
             (self.folder / _TAG).write_text(_TAG_TEXT)
-        super()._prepare(folder)
+        self._was_tagged = True
 
 
 def _require_space(path: str, size: int) -> None:

@@ -30,10 +30,10 @@ from cubin_runtime.settings import (
 from cubin_runtime.store import (
     Attempt,
     FolderStore,
+    LocalStores,
     Located,
     absence,
     locate,
-    lookup_order,
     warn_of_wrong_files,
 )
 from cubin_runtime.transfer import MemorySink, Progress, Transfers
@@ -67,7 +67,7 @@ class Fetcher:
         self._target = target
         self._settings = settings
         self._store = target or CacheStore(settings.cache_dir)
-        self._stores: dict[tuple[str, bool], list[FolderStore]] = {}
+        self._local = LocalStores(settings)
 
     def fetch(self, artifact: Artifact, progress: Progress = lambda size: None) -> Fetched:
         """Brings one file, if it is not here; `progress` is called with the bytes of it that are there.
@@ -75,7 +75,7 @@ class Fetcher:
         Raises what `obtain` does, and StoreWriteError where the file cannot be kept.
         """
         attempts: list[Attempt] = []
-        here = self._stores_of(artifact)
+        here = self._local.of(artifact)
         store, target = self._store, self._target
         held = holder(artifact, [target] if target else here, attempts)
         if held:
@@ -91,17 +91,10 @@ class Fetcher:
                 source = self._transfers.fill(artifact, partial, attempts, progress, others)
                 if source is None:
                     raise failure(artifact, attempts, self._settings)
-                partial.commit()
+                path = partial.commit()
         warn_of_wrong_files(attempts, source)
         trim(store, self._settings, artifact)
-        return Fetched(store.name, store.place(artifact), True, source, tuple(attempts))
-
-    def _stores_of(self, artifact: Artifact) -> list[FolderStore]:
-        """The stores of this machine, which are the same for all files of a set."""
-        key = artifact.set_name, artifact.published is None
-        if key not in self._stores:
-            self._stores[key] = list(lookup_order(self._settings, artifact))
-        return self._stores[key]
+        return Fetched(store.name, path, True, source, tuple(attempts))
 
 
 def holder(artifact: Artifact, stores: Iterable[FolderStore], attempts: list[Attempt]) -> FolderStore | None:

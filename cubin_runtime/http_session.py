@@ -155,7 +155,8 @@ def discard(answer: urllib3.BaseHTTPResponse) -> None:
 def read_some(answer: urllib3.BaseHTTPResponse) -> bytes:
     """What has arrived of a body, waiting for at least one byte; nothing at its end."""
     read = getattr(answer, "read1", answer.read)  # urllib3 1 lacks it, and waits for all of a piece
-    return bytes(read(CHUNK, decode_content=True))
+    is_encoded = "Content-Encoding" in answer.headers  # else decoding would only copy
+    return bytes(read(CHUNK, decode_content=is_encoded))
 
 
 class _Bearer(AuthBase):

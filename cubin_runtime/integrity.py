@@ -6,9 +6,13 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cubin_runtime.errors import IntegrityError
 from cubin_runtime.manifest import Artifact
+
+if TYPE_CHECKING:
+    from io import BufferedReader
 
 _CHUNK = 2**20  # bytes
 
@@ -48,17 +52,17 @@ def verify(artifact: Artifact, data: bytes, source: str) -> None:
     checker.finish()
 
 
-def file_chunks(path: str | Path) -> Iterator[memoryview]:
-    """A file's bytes in pieces, each of which is only good until the next."""
-    with open(path, "rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(_CHUNK, os.fstat(file.fileno()).st_size + 1)))
-        while count := file.readinto(buffer):
-            yield buffer[:count]
+def file_chunks(file: BufferedReader) -> Iterator[memoryview]:
+    """The bytes of a file just opened, in pieces, each of which is only good until the next."""
+    buffer = memoryview(bytearray(min(_CHUNK, os.fstat(file.fileno()).st_size + 1)))
+    while count := file.readinto(buffer):
+        yield buffer[:count]
 
 
 def file_sha256(path: str | Path) -> str:
     """The digest of a file, of which only a piece is in memory at a time."""
     digest = hashlib.sha256()
-    for chunk in file_chunks(path):
-        digest.update(chunk)
+    with open(path, "rb") as file:
+        for chunk in file_chunks(file):
+            digest.update(chunk)
     return digest.hexdigest()

@@ -44,6 +44,11 @@ class PartialFile:
         for path in others:
             if _size(path) >= KEEP_FROM and (descriptor := _take(path)) is not None:
                 return cls(final, path, descriptor, os.fstat(descriptor).st_size, others)
+        return cls.create(final, others)
+
+    @classmethod
+    def create(cls, final: str, others: Sequence[str] = ()) -> PartialFile:
+        """A new and empty part of `final`; `others` were abandoned."""
         path, descriptor = _create(final)
         return cls(final, path, descriptor, 0, others)
 
@@ -64,13 +69,16 @@ class PartialFile:
         for offset in range(0, self.size, _CHUNK):
             yield os.pread(self._descriptor, min(_CHUNK, self.size - offset), offset)
 
-    def commit(self) -> None:
-        """Gives the file its final name once its bytes are on disk; clears away what was abandoned of it."""
+    def commit(self) -> str:
+        """Gives the file its final name, which is returned, once its bytes are on disk; clears away what was
+        abandoned of it.
+        """
         os.fsync(self._descriptor)
         os.replace(self.path, self._final)
         self._close()
         for path in self._others:
             remove_abandoned(path)
+        return self._final
 
     def leave(self) -> None:
         """Lets go of a part that was not committed, and removes it if it is small."""

@@ -6,16 +6,20 @@ against the manifest on every read.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cubin_runtime.errors import IntegrityError
 from cubin_runtime.integrity import Checker, file_chunks, verify
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import Settings, warn_once
+
+if TYPE_CHECKING:
+    from io import BufferedReader
 
 _KERNEL_META = Path(__file__).resolve().parent.parent / "kernel_meta"
 
@@ -58,7 +62,7 @@ class FolderStore:
 
     def place(self, artifact: Artifact) -> str:
         """The path as text."""
-        candidates = [f"{self.folder}/{relative}" for relative in artifact.paths]
+        candidates = self._candidates(artifact)
         return next(filter(os.path.exists, candidates), candidates[0])
 
     def read(self, artifact: Artifact) -> bytes | None:
@@ -67,26 +71,35 @@ class FolderStore:
         Reads at most one byte more than the manifest promises. Raises IntegrityError when it holds other
         bytes under that name, OSError when it cannot be read.
         """
-        path = self.path(artifact)
-        try:
-            with path.open("rb") as file:
-                data = file.read(artifact.size + 1)
-        except (FileNotFoundError, NotADirectoryError):
+        file = self._open(artifact)
+        if file is None:
             return None
-        verify(artifact, data, str(path))
+        with file:
+            data = file.read(artifact.size + 1)
+        verify(artifact, data, file.name)
         return data
 
     def holds(self, artifact: Artifact) -> bool:
         """Whether `read` would return the bytes; never has all of them in memory. Raises like it."""
-        path = self.place(artifact)
-        checker = Checker(artifact, path)
-        try:
-            for chunk in file_chunks(path):
-                checker.update(chunk)
-        except (FileNotFoundError, NotADirectoryError):
+        file = self._open(artifact)
+        if file is None:
             return False
+        checker = Checker(artifact, file.name)
+        with file:
+            for chunk in file_chunks(file):
+                checker.update(chunk)
         checker.finish()
         return True
+
+    def _open(self, artifact: Artifact) -> BufferedReader | None:
+        # Mostly there is none, and to be told so by `open` takes one call of the system, not two.
+        for path in self._candidates(artifact):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                return open(path, "rb")
+        return None
+
+    def _candidates(self, artifact: Artifact) -> list[str]:
+        return [f"{self.folder}/{relative}" for relative in artifact.paths]
 
 
 def lookup_order(
@@ -105,6 +118,21 @@ def lookup_order(
     if artifact.published is not None:
         yield from _installed(artifact.set_name)
     yield FolderStore("cache", settings.cache_dir)
+
+
+class LocalStores:
+    """`lookup_order` for many files: those of one set have the same stores, which are worked out once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._found: dict[tuple[str, bool], list[FolderStore]] = {}
+
+    def of(self, artifact: Artifact) -> list[FolderStore]:
+        """The stores that may have `artifact`, most specific first."""
+        key = artifact.set_name, artifact.published is None
+        if key not in self._found:
+            self._found[key] = list(lookup_order(self._settings, artifact))
+        return self._found[key]
 
 
 def _installed(package: str) -> Iterator[FolderStore]:

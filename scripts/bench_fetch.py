@@ -10,6 +10,7 @@ transfer alone does not. Needs nginx and curl; the folder is removed at the end.
 from __future__ import annotations
 
 import argparse
+import compileall
 import datetime
 import hashlib
 import json
@@ -47,6 +48,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file that the results are added to")
     options = parser.parse_args()
     size = parse_size("--size", options.size)
+    for package in ("cubin_runtime", "kernel_meta"):  # as pip leaves them; a checkout may be told not to
+        compileall.compile_dir(ROOT / package, quiet=1)
     options.folder.mkdir(parents=True)
     try:
         result = measure(options.folder, options.files, size, options.jobs, options.rounds)

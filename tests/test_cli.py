@@ -105,6 +105,19 @@ def test_verbs_need_neither_torch_nor_bindings_nor_requests(verb: list[str]) -> 
     assert result.stdout
 
 
+def test_finding_out_what_is_missing_reads_no_tables_and_needs_no_network_stack() -> None:
+    absent = ("torch", "cuda", "requests", "urllib3", "rich", "cryptography", "kernel_meta.tables")
+    result = process(
+        "fetch",
+        "--all",
+        "--dry-run",
+        "--json",
+        code=f"import sys; sys.modules.update(dict.fromkeys({absent}))",
+    )
+    assert (result.returncode, "Traceback" in result.stderr) == (0, False)
+    assert result.stdout
+
+
 @pytest.mark.parametrize(
     "arguments", [["frob"], ["explain", "--mask", "diagonal"], ["show"], ["list", "--no"]]
 )

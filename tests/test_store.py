@@ -12,7 +12,7 @@ from cubin_runtime.errors import IntegrityError
 from cubin_runtime.integrity import verify
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import Settings
-from cubin_runtime.store import Attempt, FolderStore, Located, locate, lookup_order
+from cubin_runtime.store import Attempt, FolderStore, LocalStores, Located, locate, lookup_order
 
 DATA = b"\x7fELF" + bytes(range(256)) * 40
 ARTIFACT = Artifact(
@@ -181,6 +181,18 @@ def test_an_installed_package_is_a_store_and_is_not_imported(
     assert (found.store, found.path) == ("package", str(path))
     names = [store.name for store in lookup_order(settings, PUBLISHED)]
     assert names == ["embedded", "package", "cache"]
+
+
+def test_files_share_their_stores_if_they_are_of_one_set_and_as_public(tmp_path: Path) -> None:
+    settings = Settings({"CUBIN_RUNTIME_CACHE_DIR": str(tmp_path)})
+    stores = LocalStores(settings)
+    renamed, other = (
+        msgspec.structs.replace(ARTIFACT, **change) for change in ({"name": "l"}, {"set_name": "ours"})
+    )
+    assert stores.of(renamed) is stores.of(ARTIFACT)
+    for each in (ARTIFACT, other, PUBLISHED):
+        expected = [(store.name, store.location) for store in lookup_order(settings, each)]
+        assert [(store.name, store.location) for store in stores.of(each)] == expected
 
 
 @pytest.mark.parametrize("name", ["no_such_release_anywhere", "not.a.package", "os"])

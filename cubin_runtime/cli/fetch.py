@@ -125,14 +125,13 @@ def _plain(outcome: Outcome) -> dict[str, object]:
 def _report_missing(artifacts: Sequence[Artifact], dest: Path | None, as_json: bool) -> None:
     from cubin_runtime.download import holder
     from cubin_runtime.settings import settings
-    from cubin_runtime.store import FolderStore, lookup_order
+    from cubin_runtime.store import FolderStore, LocalStores
 
+    local = LocalStores(settings)
     missing = [
         artifact
         for artifact in artifacts
-        if not holder(
-            artifact, [FolderStore("destination", dest)] if dest else lookup_order(settings, artifact), []
-        )
+        if not holder(artifact, [FolderStore("destination", dest)] if dest else local.of(artifact), [])
     ]
     if as_json:
         print_json([{"name": a.name, "sha256": a.sha256, "size": a.size} for a in missing])

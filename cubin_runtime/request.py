@@ -16,6 +16,8 @@ import msgspec
 from cubin_runtime.errors import InvalidArgumentError
 
 SAGE_OFF = (0, 0, 0, 0)
+SAGE_TOKENS = (1, 4, 16)
+"""What q and k may have as tokens per scale."""
 
 
 class DType(str, enum.Enum):

@@ -32,6 +32,7 @@ static_assert(!kSplit || kMask != MaskType::sliding, "a window leaves few keys t
 
 static_assert(DTYPE_K == kQueryType, "Q and K are the operands of one product");
 static_assert(ptx::kElementBytes<kOutType> == 2);
+static_assert(kQueryType != DType::int8 || kSage, "int8 means nothing without scales");
 
 // Values of 8 bits are converted on their way to the product (values.cuh).
 constexpr bool kConvertsValues = ptx::kElementBytes<kValueType> == 1;

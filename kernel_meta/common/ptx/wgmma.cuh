@@ -98,7 +98,7 @@ struct Wgmma;
 
 // The numbers of the operands behind the accumulators depend on N, hence the explicit %n. Floating-point products also
 // state whether to negate their operands (1: no).
-#define PTX_DEFINE_WGMMA(ELEMENT, SUM, BIND, TYPES, N, COUNT, P0, P1, P2, P3, P4, P5, OPTIONS_RS, OPTIONS_SS)           \
+#define PTX_DEFINE_WGMMA(ELEMENT, SUM, BIND, TYPES, N, COUNT, P0, P1, P2, P3, P4, P5, OPTIONS_RS, OPTIONS_SS)          \
   template <>                                                                                                          \
   struct Wgmma<Element::ELEMENT, N> {                                                                                  \
     using Accumulators = SUM[COUNT];                                                                                   \

@@ -13,7 +13,7 @@ import msgspec
 
 from cubin_runtime.errors import InvalidArgumentError, NoKernelError
 from cubin_runtime.few_rows import few_rows
-from cubin_runtime.request import SAGE_OFF, SAGE_TOKENS, Architecture, Capability, KernelRequest
+from cubin_runtime.request import SAGE_ANY, SAGE_OFF, SAGE_TOKENS, Architecture, Capability, KernelRequest
 
 if TYPE_CHECKING:
     from kernel_meta.schema import KernelRow
@@ -229,7 +229,7 @@ def _mismatches(request: KernelRequest, row: KernelRow, blocked: Mapping[str, st
 
 
 def _compared(request: KernelRequest, row: KernelRow) -> Iterator[tuple[str, object, object]]:
-    """The fields that must be equal: name, value of the request, value of the row."""
+    """The fields that must agree: name, value of the request, value of the row."""
     for field in ("dtype_q", "dtype_k", "dtype_v", "dtype_o"):
         yield field, getattr(request, field), getattr(row, field)
     yield "head_dims", (request.head_dim_qk, request.head_dim_v), (row.head_dim_qk, row.head_dim_v)
@@ -381,6 +381,6 @@ def _spell(value: object) -> str:
         return "on" if value else "off"
     if value == SAGE_OFF:
         return "none"
-    if value == "any":
+    if value == SAGE_ANY:
         return f"any of {', '.join(map(str, SAGE_TOKENS))} for q and k"
     return str(value)

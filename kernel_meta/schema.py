@@ -14,10 +14,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from cubin_runtime.errors import TableError
-from cubin_runtime.request import SAGE_OFF, SAGE_TOKENS, Architecture, DType, MaskType
-
-SAGE_ANY: Literal["any"] = "any"
-"""Of a kernel that takes its block sizes as parameters."""
+from cubin_runtime.request import SAGE_ANY, SAGE_OFF, SAGE_TOKENS, Architecture, DType, MaskType
 
 
 class Scheduler(str, enum.Enum):

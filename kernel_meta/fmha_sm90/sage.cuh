@@ -44,7 +44,7 @@ __device__ __forceinline__ QueryScales load_query_scales(const Params& params, c
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     const float* of_head = sage.scales_q + static_cast<int64_t>(tile.head + rows.head[r]) * sage.columns_q;
-    scales.row[r] = rows.valid[r] ? __ldg(of_head + first_column + (rows.token[r] >> sage.block_q_log2)) : 1.f;
+    scales.row[r] = rows.valid[r] ? of_head[first_column + (rows.token[r] >> sage.block_q_log2)] : 1.f;
   }
   return scales;
 }
@@ -67,7 +67,7 @@ __device__ __forceinline__ void scale_by_keys(Logits& s, const Products& product
 __device__ __forceinline__ void scale_by_channels(Output& o, const Params& params, int kv_head) {
   const float* scales = params.sage.scales_v + kv_head * kHeadDimV + 2 * (threadIdx.x & 3);
 #pragma unroll
-  for (int i = 0; i < kHeadDimV / 2; ++i) o[i] *= __ldg(scales + i / 4 * 8 + i % 2);
+  for (int i = 0; i < kHeadDimV / 2; ++i) o[i] *= scales[i / 4 * 8 + i % 2];
 }
 
 }  // namespace fmha

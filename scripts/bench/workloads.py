@@ -10,9 +10,12 @@ from typing import Literal
 import msgspec
 
 Mask = Literal["causal", "dense", "window"]
-Dtype = Literal["bf16", "fp16", "e4m3"]
+Dtype = Literal["bf16", "fp16", "e4m3", "sage-int8", "sage-e4m3"]
 
-_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1}
+SAGE_BLOCKS = (1, 16, 0, 1)
+"""Tokens per scale of q, k, p and v in workloads of Sage attention."""
+
+_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "sage-int8": 1, "sage-e4m3": 1}
 _OUT_BYTES = 2
 
 
@@ -68,6 +71,11 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def group(self) -> int:
         """Query heads per kv head."""
         return self.heads // self.kv_heads
+
+    @property
+    def sage(self) -> bool:
+        """Operands have scales by blocks: nobody else's business."""
+        return self.dtype.startswith("sage-")
 
     @property
     def equal_lengths(self) -> bool:

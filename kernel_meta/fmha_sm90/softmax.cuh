@@ -57,7 +57,7 @@ struct Softmax {
     row_scale[r] = fabsf(scale_log2) < __FLT_MIN__ ? copysignf(__FLT_MIN__, scale_log2) : scale_log2;
   }
 
-  // What stands for a key that row r does not see: -inf times its scale.
+  // What stands for a key that row r does not see: times its scale it is -inf.
   __device__ __forceinline__ float hidden_logit(int r) const {
     return kSage ? copysignf(kInfinity, -row_scale[r]) : -kInfinity;
   }

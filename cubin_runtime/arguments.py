@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from cubin_runtime.errors import InvalidArgumentError, UnsupportedError, refuse
-from cubin_runtime.request import SAGE_OFF, DType, MaskType
+from cubin_runtime.request import SAGE_OFF, SAGE_TOKENS, DType, MaskType
 
 BACKENDS = {
     "trtllm-gen": "trtllm-gen",
@@ -33,7 +33,6 @@ DTYPES = {
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _EIGHT_BIT = (torch.float8_e4m3fn, torch.int8)
 
-_SAGE_QK_BLOCKS = (1, 4, 16)
 _WORKSPACE_ALIGNMENT = 16
 _INT32_MAX = 2**31 - 1
 
@@ -333,7 +332,7 @@ def _check_sage(call: Call) -> None:
             refuse("sage_attn_sfs", "is off for an int8 query", "its scales and block sizes")
         return
     q_block, k_block, p_block, v_block = blocks
-    if q_block not in _SAGE_QK_BLOCKS or k_block not in _SAGE_QK_BLOCKS or (p_block, v_block) != (0, 1):
+    if q_block not in SAGE_TOKENS or k_block not in SAGE_TOKENS or (p_block, v_block) != (0, 1):
         refuse("num_elts_per_sage_attn_blk", f"is {blocks}", "(q, k, 0, 1) with q and k one of 1, 4, 16")
     if scales[2] is not None:
         refuse("sage_attn_sfs[2]", "is a tensor", "None: p has no scales (the order is q, k, p, v)")

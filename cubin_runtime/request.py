@@ -9,13 +9,17 @@ from __future__ import annotations
 import enum
 import functools
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from cubin_runtime.errors import InvalidArgumentError
 
 SAGE_OFF = (0, 0, 0, 0)
+SAGE_TOKENS = (1, 4, 16)
+"""Tokens per scale that q and k may have."""
+SAGE_ANY: Literal["any"] = "any"
+"""Of a kernel that takes them as parameters."""
 
 
 class DType(str, enum.Enum):

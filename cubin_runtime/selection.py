@@ -13,7 +13,7 @@ import msgspec
 
 from cubin_runtime.errors import InvalidArgumentError, NoKernelError
 from cubin_runtime.few_rows import few_rows
-from cubin_runtime.request import SAGE_OFF, Architecture, Capability, KernelRequest
+from cubin_runtime.request import SAGE_ANY, SAGE_OFF, SAGE_TOKENS, Architecture, Capability, KernelRequest
 
 if TYPE_CHECKING:
     from kernel_meta.schema import KernelRow
@@ -229,7 +229,7 @@ def _mismatches(request: KernelRequest, row: KernelRow, blocked: Mapping[str, st
 
 
 def _compared(request: KernelRequest, row: KernelRow) -> Iterator[tuple[str, object, object]]:
-    """The fields that must be equal: name, value of the request, value of the row."""
+    """The fields that must agree: name, value of the request, value of the row."""
     for field in ("dtype_q", "dtype_k", "dtype_v", "dtype_o"):
         yield field, getattr(request, field), getattr(row, field)
     yield "head_dims", (request.head_dim_qk, request.head_dim_v), (row.head_dim_qk, row.head_dim_v)
@@ -237,7 +237,8 @@ def _compared(request: KernelRequest, row: KernelRow) -> Iterator[tuple[str, obj
     yield "use_fp16_softmax", request.use_fp16_softmax, row.fp16_softmax
     yield "uses_spcompress", request.uses_spcompress, row.uses_spcompress
     yield "skips_softmax", request.skips_softmax, row.skips_softmax
-    yield "sage_blocks", request.sage_blocks, row.sage_blocks
+    if not row.takes_sage_blocks(request.sage_blocks):
+        yield "sage_blocks", request.sage_blocks, row.sage_blocks
 
 
 def _backend_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
@@ -380,4 +381,6 @@ def _spell(value: object) -> str:
         return "on" if value else "off"
     if value == SAGE_OFF:
         return "none"
+    if value == SAGE_ANY:
+        return f"any of {', '.join(map(str, SAGE_TOKENS))} for q and k"
     return str(value)

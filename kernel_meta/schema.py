@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import enum
 import re
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
 from cubin_runtime.errors import TableError
-from cubin_runtime.request import SAGE_OFF, Architecture, DType, MaskType
+from cubin_runtime.request import SAGE_ANY, SAGE_OFF, SAGE_TOKENS, Architecture, DType, MaskType
 
 
 class Scheduler(str, enum.Enum):
@@ -66,7 +66,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fp16_softmax: bool = False
     uses_spcompress: bool = False
     skips_softmax: bool = False
-    sage_blocks: tuple[int, int, int, int] = SAGE_OFF
+    sage_blocks: tuple[int, int, int, int] | Literal["any"] = SAGE_OFF
 
     abi: str
     """Parameter layout, such as "fmha_sm90/1"; the family's packer checks it."""
@@ -109,9 +109,18 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             str(self.scheduler),
         ]
         parts += [flag for flag, on in zip(_FLAGS, self._flags(), strict=True) if on]
-        if self.sage_blocks != SAGE_OFF:
+        if self.sage_blocks == SAGE_ANY:
+            parts.append("sage")
+        elif self.sage_blocks != SAGE_OFF:
             parts.append("sage" + "x".join(map(str, self.sage_blocks)))
         return "_".join(parts)
+
+    def takes_sage_blocks(self, blocks: tuple[int, int, int, int]) -> bool:
+        """Whether the kernel computes with so many tokens per scale of q, k, p and v."""
+        if self.sage_blocks != SAGE_ANY:
+            return blocks == self.sage_blocks
+        q, k, p, v = blocks
+        return q in SAGE_TOKENS and k in SAGE_TOKENS and (p, v) == (0, 1)
 
     def _flags(self) -> tuple[bool, bool, bool]:
         return (self.fp16_softmax, self.uses_spcompress, self.skips_softmax)
@@ -163,7 +172,7 @@ _NAME = re.compile(
     r"_(?P<q>[a-z0-9]+)_(?P<k>[a-z0-9]+)_(?P<v>[a-z0-9]+)_(?P<o>[a-z0-9]+)"
     r"_h(?P<qk>\d+)x(?P<dv>\d+)_(?P<mask>[a-z]+)_t(?P<tq>\d+)x(?P<tkv>\d+)_(?P<scheduler>[a-z]+)"
     r"(?P<fp16softmax>_fp16softmax)?(?P<spcompress>_spcompress)?(?P<skipsoftmax>_skipsoftmax)?"
-    r"(?:_sage(?P<sage>\d+x\d+x\d+x\d+))?"
+    r"(?P<sage>_sage(?P<blocks>\d+x\d+x\d+x\d+)?)?"
 )
 
 
@@ -189,7 +198,13 @@ def parse_name(name: str) -> dict[str, object]:
             "fp16_softmax": m["fp16softmax"] is not None,
             "uses_spcompress": m["spcompress"] is not None,
             "skips_softmax": m["skipsoftmax"] is not None,
-            "sage_blocks": tuple(map(int, m["sage"].split("x"))) if m["sage"] else SAGE_OFF,
+            "sage_blocks": _sage_blocks(m["sage"], m["blocks"]),
         }
     except ValueError as error:
         raise TableError(f"{name!r} is not a kernel name: {error}") from None
+
+
+def _sage_blocks(suffix: str | None, blocks: str | None) -> object:
+    if blocks:
+        return tuple(map(int, blocks.split("x")))
+    return SAGE_ANY if suffix else SAGE_OFF

@@ -11,8 +11,8 @@ A list of workloads is a JSON array; only name and q_lens are required, shown he
     [{"name": "mine", "q_lens": [777, 4096], "kv_lens": [777, 4096], "dtype": "bf16", "heads": 128,
       "kv_heads": 128, "head_dims": [192, 128], "mask": "causal", "window": null}]
 
-dtype is bf16, fp16 or e4m3; kv_lens and kv_heads default to the queries'; mask is causal, dense or window,
-and `window` counts the keys that a row sees left of the diagonal.
+dtype is bf16, fp16, e4m3, sage-int8 or sage-e4m3; kv_lens and kv_heads default to the queries'; mask is
+causal, dense or window, and `window` counts the keys that a row sees left of the diagonal.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cubin_runtime.request import SAGE_OFF, Capability, DType, KernelRequest, MaskType
+from cubin_runtime.request import SAGE_ANY, SAGE_OFF, Capability, DType, KernelRequest, MaskType
 from kernel_meta.schema import KernelRow, Resources, Scheduler
 
 RESOURCES = Resources(
@@ -64,7 +64,7 @@ def kernel_rows(draw: st.DrawFn) -> KernelRow:
         fp16_softmax=draw(st.booleans()),
         uses_spcompress=draw(st.booleans()),
         skips_softmax=draw(st.booleans()),
-        sage_blocks=draw(st.sampled_from(SAGE_BLOCKS)),
+        sage_blocks=draw(st.sampled_from((*SAGE_BLOCKS, SAGE_ANY))),
         resources=draw(st.sampled_from([None, RESOURCES])),
     )
 

@@ -16,14 +16,15 @@ import torch
 from bench import fa4_files, run, timing
 from bench.peers import OURS, PEERS, Options, PeerMissingError
 from bench.peers.base import require
-from bench.problem import Check, Problem, make_problem
+from bench.problem import DTYPES, TOLERANCE, Check, Problem, make_problem
 from bench.report import markdown
 from bench.results import MATMUL_FLOPS, Entry, Line, Report, Summary, geometric_mean, views
 from bench.run import Bench, DeviceLostError
 from bench.timing import PROTOCOLS, Timed, summarise
-from bench.workloads import SETS, Mask, Workload, WorkloadError, matching, read_workloads
+from bench.workloads import SAGE_BLOCKS, SETS, Mask, Workload, WorkloadError, matching, read_workloads
 
 from cubin_runtime.reference import ragged_attention_reference
+from cubin_runtime.request import SAGE_OFF
 
 CPU = torch.device("cpu")
 BURST = {"burst": PROTOCOLS["burst"]}
@@ -130,6 +131,8 @@ def attention(problem: Problem) -> torch.Tensor:
         bmm2_scale=1.0,
         is_causal=workload.mask != "dense",
         window_left=-1 if workload.window is None else workload.window,
+        sage_attn_sfs=problem.sage_scales,
+        num_elts_per_sage_attn_blk=SAGE_BLOCKS if workload.sage else SAGE_OFF,
         out=out,
     )
     return out
@@ -140,6 +143,10 @@ PROBLEMS = [
     Workload("window", (70, 5), (90, 3), heads=2, head_dims=(64, 32), mask="window", window=7),
     Workload("dense", (9, 20), (30, 40), heads=2, head_dims=(64, 32), mask="dense", dtype="fp16"),
     Workload("fp8", (40,), heads=2, head_dims=(64, 32), dtype="e4m3"),
+]
+SAGE = [
+    Workload(dtype, (70, 1, 33), (90, 64, 33), heads=4, kv_heads=2, head_dims=(64, 32), dtype=dtype)
+    for dtype in ("sage-int8", "sage-e4m3")
 ]
 
 
@@ -155,6 +162,15 @@ def test_right_results_pass_and_wrong_ones_do_not(workload: Workload) -> None:
     assert check.error(attention(other)) > 0.1
     out[-1, -1, -1] = math.nan
     assert math.isnan(check.error(out))
+
+
+@pytest.mark.parametrize("workload", SAGE, ids=lambda workload: workload.name)
+def test_sage_is_judged_by_what_it_was_made_from(workload: Workload) -> None:
+    problem = make_problem(workload, CPU)
+    check, out = Check(problem), attention(problem)
+    assert problem.query.dtype == DTYPES[workload.dtype]
+    assert 1e-3 < check.error(out) < TOLERANCE[workload.dtype]
+    assert check.error(out * 1.2) > TOLERANCE[workload.dtype]
 
 
 def problem_tensors(problem: Problem) -> tuple[torch.Tensor, ...]:
@@ -291,6 +307,12 @@ def test_a_workload_without_a_kernel_of_ours_is_listed_only() -> None:
     line = Bench(peers, BURST, CPU).line(WORKLOAD, host=False)
     assert line == Line(WORKLOAD, (Entry(OURS, True, "refused", "not for it"),))
     assert f"{OURS}: refused (not for it): {WORKLOAD.name}" in markdown(report(line))
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_nobody_else_is_asked_for_scales_by_blocks() -> None:
+    line = Bench({OURS: Fake(1.0), "other": Fake(1.0)}, BURST, CPU).line(SAGE[0], host=False)
+    assert {entry.peer: entry.status for entry in line.entries} == {OURS: "ok", "other": "refused"}
 
 
 @pytest.mark.usefixtures("no_gpu")

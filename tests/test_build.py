@@ -15,7 +15,7 @@ from build_cubins import ROOT, BuildError, Built
 from toolchain import Toolchain, ToolchainError
 
 from cubin_runtime.manifest import Artifact, Manifest, load_manifest
-from cubin_runtime.request import DType, MaskType
+from cubin_runtime.request import SAGE_ANY, DType, MaskType
 from kernel_meta.schema import KernelRow, Step
 from kernel_meta.tables import all_rows, all_steps, load_table
 from tests.rows import RESOURCES, make_row
@@ -99,8 +99,9 @@ def test_variants_are_flags() -> None:
         "-DUSES_SPCOMPRESS=1",
         "-DSKIPS_SOFTMAX=1",
     }
-    sage = make_row(entry="k", sage_blocks=(1, 16, 0, 1))
-    assert set(build_cubins.flags(sage)) - plain == {"-DUSES_SAGE=1"}
+    for blocks in ((1, 16, 0, 1), SAGE_ANY):
+        sage = make_row(entry="k", sage_blocks=blocks)
+        assert set(build_cubins.flags(sage)) - plain == {"-DUSES_SAGE=1"}
 
 
 def test_rows_of_one_table_have_distinct_flags() -> None:

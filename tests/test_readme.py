@@ -13,7 +13,7 @@ import pytest
 from update_readme import output_of, sessions
 
 from cubin_runtime import errors, settings
-from cubin_runtime.request import Capability, DType
+from cubin_runtime.request import SAGE_ANY, SAGE_OFF, Capability, DType
 from kernel_meta.schema import KernelRow
 from kernel_meta.tables import all_rows
 
@@ -75,21 +75,28 @@ def test_no_family_is_left_out() -> None:
 
 def test_the_support_table_of_hopper_is_the_kernel_table() -> None:
     claimed = {
-        (query, value, out, size, mask)
-        for query, value, outs, dims, masks in table("query, key")
+        (query, value, out, size, mask, variant)
+        for query, value, outs, dims, masks, variant in table("query, key")
         for out in outs.split(", ")
         for size in re.findall(r"\(.*?\)", dims)
         for mask in masks.split(", ")
     }
     rows = launchable("fmha_sm90")
     assert claimed == {
-        (str(row.dtype_q), str(row.dtype_v), str(row.dtype_o), head_dims(row), str(row.mask_type))
+        (
+            str(row.dtype_q),
+            str(row.dtype_v),
+            str(row.dtype_o),
+            head_dims(row),
+            str(row.mask_type),
+            {SAGE_OFF: "none", SAGE_ANY: "Sage scales"}[row.sage_blocks],
+        )
         for row in rows
     }
     for row in rows:
         assert row.dtype_q == row.dtype_k
         assert (row.family, row.arch) == ("fmha_sm90", "sm_90a")
-        assert not any((row.fp16_softmax, row.uses_spcompress, row.skips_softmax, *row.sage_blocks))
+        assert not any((row.fp16_softmax, row.uses_spcompress, row.skips_softmax))
 
 
 def test_the_support_table_of_blackwell_is_the_kernel_table() -> None:

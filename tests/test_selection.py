@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cubin_runtime.errors import InvalidArgumentError, NoKernelError
-from cubin_runtime.request import SAGE_OFF, Architecture, Capability, DType, KernelRequest, MaskType
+from cubin_runtime.request import SAGE_ANY, SAGE_OFF, Architecture, Capability, DType, KernelRequest, MaskType
 from cubin_runtime.selection import FAMILIES, Selection, select
 from kernel_meta.schema import KernelRow, Resources, Scheduler
 from kernel_meta.tables import TABLES_DIR, load_table
@@ -47,7 +48,8 @@ def answers(request: KernelRequest, row: KernelRow) -> bool:
         and row.fp16_softmax == request.use_fp16_softmax
         and row.uses_spcompress == request.uses_spcompress
         and row.skips_softmax == request.skips_softmax
-        and row.sage_blocks == request.sage_blocks
+        and row.sage_blocks
+        in (request.sage_blocks, SAGE_OFF if request.sage_blocks == SAGE_OFF else SAGE_ANY)
         and row.resources is not None
         and (limit is None or row.resources.shared_memory + row.resources.static_shared_memory <= limit)
     )
@@ -63,7 +65,7 @@ CHANGES: dict[str, st.SearchStrategy[Any]] = {
     "fp16_softmax": st.booleans(),
     "uses_spcompress": st.booleans(),
     "skips_softmax": st.booleans(),
-    "sage_blocks": st.sampled_from([SAGE_OFF, (1, 16, 0, 1)]),
+    "sage_blocks": st.sampled_from([SAGE_OFF, (1, 16, 0, 1), SAGE_ANY]),
     "resources": st.sampled_from([None, RESOURCES]),
 }
 
@@ -312,6 +314,16 @@ def test_flags_are_spelled() -> None:
     assert "use_fp16_softmax, Sage blocks (1, 16, 0, 1)" in text.splitlines()[0]
     assert "- use_fp16_softmax: the call asks for on, this kernel has off" in text
     assert "- sage_blocks: the call asks for (1, 16, 0, 1), this kernel has none" in text
+
+
+def test_a_row_of_any_sage_blocks_has_those_that_exist() -> None:
+    row = make_row(sage_blocks=SAGE_ANY)
+    for q, k in itertools.product((1, 4, 16), repeat=2):
+        assert select(make_request(sage_blocks=(q, k, 0, 1)), [row]).row is row
+    for blocks in (SAGE_OFF, (2, 16, 0, 1), (1, 0, 0, 1), (1, 16, 1, 1), (1, 16, 0, 0)):
+        assert select(make_request(sage_blocks=blocks), [row]).row is None
+    text = select(make_request(), [row]).explain()
+    assert "- sage_blocks: the call asks for none, this kernel has any of 1, 4, 16 for q and k" in text
 
 
 def test_selection_needs_neither_torch_nor_a_driver() -> None:

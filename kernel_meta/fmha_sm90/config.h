@@ -32,10 +32,12 @@ static_assert(!kSplit || kMask != MaskType::sliding, "a window leaves few keys t
 
 static_assert(DTYPE_K == kQueryType, "Q and K are the operands of one product");
 static_assert(ptx::kElementBytes<kOutType> == 2);
+static_assert(kQueryType != DType::int8 || kSage, "int8 means nothing without scales");
 
 // Values of 8 bits are converted on their way to the product (values.cuh).
 constexpr bool kConvertsValues = ptx::kElementBytes<kValueType> == 1;
 constexpr DType kProductType = kConvertsValues ? DType::fp16 : kValueType;
+static_assert(!kSage || (kConvertsValues && !kSplit), "scales go with values of 8 bits, and into no partial result");
 
 // Tiles lie in shared memory as [chunk][row][span]: a row of a chunk is one span of the swizzle. Q and K have the
 // widest span that their rows are whole multiples of.

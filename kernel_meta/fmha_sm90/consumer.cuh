@@ -10,6 +10,7 @@
 #include "common/ptx/grid.cuh"
 #include "epilogue.cuh"
 #include "mask.cuh"
+#include "sage.cuh"
 
 namespace fmha {
 
@@ -19,6 +20,24 @@ constexpr int kTurnBarrier = 1;         // + warpgroup: it may issue its product
 constexpr int kWarpgroupBarrier = 3;    // + warpgroup: its 128 threads
 constexpr int kConsumerThreads = 128 * kConsumers;
 
+// Where Q K^T accumulates: in the logits themselves, if they are floats.
+template <class Products>
+struct LogitProducts {
+  Products integers;
+
+  __device__ __forceinline__ Products& of(Logits&) { return integers; }
+  __device__ __forceinline__ Products& anew(Logits&) {
+    ptx::drop_registers(integers);
+    return integers;
+  }
+};
+
+template <>
+struct LogitProducts<Logits> {
+  __device__ __forceinline__ Logits& of(Logits& s) { return s; }
+  __device__ __forceinline__ Logits& anew(Logits& s) { return s; }
+};
+
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Params& params, int warpgroup, float bmm1_scale, float bmm2_scale)
@@ -27,8 +46,9 @@ class Consumer {
         warp_((threadIdx.x >> 5) & 3),
         lane_(threadIdx.x & 31),
         // Masked logits are -inf, which a factor of 0 would turn into NaN.
-        softmax_(fmaxf(fabsf(bmm1_scale) * kLog2E, __FLT_MIN__)),
-        negative_scale_(bmm1_scale < 0.f),
+        softmax_(kSage ? 1.f : fmaxf(fabsf(bmm1_scale) * kLog2E, __FLT_MIN__)),
+        negative_scale_(!kSage && bmm1_scale < 0.f),
+        bmm1_scale_(bmm1_scale),
         bmm2_scale_(bmm2_scale) {}
 
   __device__ __forceinline__ void run() {
@@ -79,6 +99,9 @@ class Consumer {
       return;
     }
 
+    if constexpr (kSage) {
+      query_scales_ = load_query_scales(params_, shared, Rows(first_token, tile.q_len, params_));
+    }
     wait_for_query();
     // The store warp takes whole tiles only: the rows behind a sequence's end are the next sequence's.
     const bool staged =
@@ -121,8 +144,15 @@ class Consumer {
     if constexpr (kPending) issue_output(pending_valid_rows_);
     pass_turn();
     ptx::wgmma_wait<kPending ? 1 : 0>();
+    complete_logits();
     logits_arrived(block == last);
-    mask.apply(s_, block);
+    if constexpr (kSage) {
+#pragma unroll
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        softmax_.set_row_scale(r, bmm1_scale_ * kLog2E * query_scales_.row[r]);
+      }
+    }
+    mask.apply(s_, block, softmax_);
     softmax_.first(s_);
     ptx::hold_registers(s_);
     if constexpr (kPending) output_arrived();
@@ -137,8 +167,9 @@ class Consumer {
     issue_output(kv_len - (block + 1) * kTileKV);
     pass_turn();
     ptx::wgmma_wait<1>();
+    complete_logits();
     logits_arrived(block == last);
-    if constexpr (kMasked) mask.apply(s_, block);
+    if constexpr (kMasked) mask.apply(s_, block, softmax_);
     const bool moved = softmax_.next(s_);
     ptx::hold_registers(s_);
     output_arrived();
@@ -154,7 +185,7 @@ class Consumer {
     issue_output(kv_len - (block + 1) * kTileKV);
     pass_turn();
     ptx::wgmma_wait<1>();
-    ptx::hold_registers(s_);
+    complete_logits();
     const Sums sums = softmax_.exponentiate(s_);
     const bool within = !any_of_warpgroup(!Softmax::within_reference(sums));
     ptx::hold_registers(s_);
@@ -165,7 +196,7 @@ class Consumer {
     } else {
       issue_logits();
       ptx::wgmma_wait<0>();
-      ptx::hold_registers(s_);
+      complete_logits();
       moved = softmax_.next(s_);
     }
     logits_arrived(block == last);
@@ -212,7 +243,8 @@ class Consumer {
     using Product = ptx::Wgmma<kQueryType, kTileKV>;
     constexpr int kStepsPerChunk = kSpanQK / kStepBytes;
     const uint64_t k = ptx::matrix_descriptor<kSpanQK>(ptx::shared_address(storage().k[k_ring_.stage]), 0);
-    ptx::hold_registers(s_);
+    auto& s = products_.anew(s_);
+    ptx::hold_registers(s);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kRowBytesQK / kStepBytes; ++i) {
@@ -220,17 +252,17 @@ class Consumer {
       const uint64_t b = ptx::advance_descriptor(k, chunk * (kTileKV * kSpanQK) + step);
       if constexpr (kQInRegisters) {
         if (i == 0) {
-          Product::template rs<ptx::Major::K, false>(s_, q_[0], q_[1], q_[2], q_[3], b);
+          Product::template rs<ptx::Major::K, false>(s, q_[0], q_[1], q_[2], q_[3], b);
         } else {
-          Product::template rs<ptx::Major::K, true>(s_, q_[4 * i], q_[4 * i + 1], q_[4 * i + 2], q_[4 * i + 3], b);
+          Product::template rs<ptx::Major::K, true>(s, q_[4 * i], q_[4 * i + 1], q_[4 * i + 2], q_[4 * i + 3], b);
         }
       } else {
         const uint64_t q = ptx::matrix_descriptor<kSpanQK>(ptx::shared_address(storage().q[warpgroup_]), 0);
         const uint64_t a = ptx::advance_descriptor(q, chunk * (kWarpgroupRows * kSpanQK) + step);
         if (i == 0) {
-          Product::template ss<false>(s_, a, b);
+          Product::template ss<false>(s, a, b);
         } else {
-          Product::template ss<true>(s_, a, b);
+          Product::template ss<true>(s, a, b);
         }
       }
     }
@@ -269,6 +301,12 @@ class Consumer {
     }
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
+  }
+
+  // Behind the wait for Q K^T, and before its stage is given back.
+  __device__ __forceinline__ void complete_logits() {
+    ptx::hold_registers(products_.of(s_));
+    if constexpr (kSage) scale_by_keys(s_, products_.of(s_), storage().k_scales[k_ring_.stage]);
   }
 
   __device__ __forceinline__ void logits_arrived(bool last_of_tile) {
@@ -394,6 +432,7 @@ class Consumer {
       ptx::fence_proxy_async();
       arrive(storage().store_full[warpgroup_]);
     } else {
+      if constexpr (kSage) scale_by_channels(o_, params_, tile.head / params_.heads_per_kv_head);
       store_rows(params_, tile, rows, o_, factor);
     }
   }
@@ -434,9 +473,12 @@ class Consumer {
   const int warpgroup_, warp_, lane_;
   Softmax softmax_;
   const bool negative_scale_;
+  const float bmm1_scale_;
   const float bmm2_scale_;
+  QueryScales query_scales_;
 
   Logits s_;
+  LogitProducts<ptx::Wgmma<kQueryType, kTileKV>::Accumulators> products_;
   Output o_;
   uint32_t p_[kTileKV / 4];
   uint32_t q_[kQInRegisters ? kRowBytesQK / 8 : 1];

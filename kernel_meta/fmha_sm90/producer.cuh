@@ -4,6 +4,7 @@
 #include "common/ptx/grid.cuh"
 #include "common/ptx/tma.cuh"
 #include "params.h"
+#include "sage.cuh"
 #include "scheduler.cuh"
 #include "storage.cuh"
 #include "values.cuh"
@@ -13,11 +14,13 @@ namespace fmha {
 // The next tile is drawn when this many K loads of the current one are left to issue.
 constexpr int kDrawAheadBlocks = 2;
 
-// One thread. Loads each tile's blocks from the last to the first, K one block ahead of V, as they are consumed.
+// One thread; with scales of keys to load, one warp. Loads each tile's blocks from the last to the first, K one block
+// ahead of V, as they are consumed.
 __device__ __forceinline__ void load_keys_and_values(const Params& params) {
   Storage& s = storage();
   // Divided keys are read by few blocks at about the same time, others again and again.
   const uint64_t policy = kSplit ? ptx::l2_policy_evict_first() : ptx::l2_policy_evict_last();
+  const bool leader = !kSage || (threadIdx.x & 31) == 0;
   Ring<kStagesK> k_ring;
   Ring<kConvertsValues ? kStagesLanding : kStagesV> v_ring;
   Ring<kTileSlots> slot;
@@ -25,7 +28,8 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
   for (;; slot.advance()) {
     ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
     const Tile tile = s.tiles[slot.stage];
-    ptx::mbarrier_arrive(s.tile_empty[slot.stage]);
+    if constexpr (kSage) __syncwarp();
+    if (leader) ptx::mbarrier_arrive(s.tile_empty[slot.stage]);
     if (tile.work == 0) return;
 
     const int tokens = tile_tokens(params);
@@ -33,12 +37,18 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
     const int kv_head = tile.head / params.heads_per_kv_head;
     auto load = [&](auto& stages, const ptx::TensorMap& map, auto& full, auto& empty, auto& ring, int block) {
       ptx::mbarrier_wait(empty[ring.stage], ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect(full[ring.stage], sizeof(stages[0]));
-      ptx::tma_load_4d(stages[ring.stage], map, full[ring.stage], policy, 0, tile.kv_start + block * kTileKV, kv_head,
-                       0);
+      if (leader) {
+        ptx::mbarrier_arrive_expect(full[ring.stage], sizeof(stages[0]));
+        ptx::tma_load_4d(stages[ring.stage], map, full[ring.stage], policy, 0, tile.kv_start + block * kTileKV, kv_head,
+                         0);
+      }
       ring.advance();
     };
-    auto load_k = [&](int block) { load(s.k, params.key_map, s.k_full, s.k_empty, k_ring, block); };
+    auto load_k = [&](int block) {
+      const int stage = k_ring.stage;
+      load(s.k, params.key_map, s.k_full, s.k_empty, k_ring, block);
+      if constexpr (kSage) load_key_scales(params, tile, kv_head, block, stage);
+    };
     auto load_v = [&](int block) {
       if constexpr (kConvertsValues) {
         load(s.landing, params.value_map, s.landing_full, s.landing_empty, v_ring, block);
@@ -48,11 +58,11 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
     };
 
     const int count = blocks.end - blocks.begin;
-    if (count <= kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
+    if (leader && count <= kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
     if (count == 0) continue;
     load_k(blocks.end - 1);
     for (int block = blocks.end - 2; block >= blocks.begin; --block) {
-      if (block - blocks.begin + 1 == kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
+      if (leader && block - blocks.begin + 1 == kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
       load_k(block);
       load_v(block + 1);
     }
@@ -142,7 +152,7 @@ __device__ __forceinline__ void run_producer(const Params& params) {
   }
   ptx::grid_dependency_wait();
   if (warp == 0) {
-    if (leader) load_keys_and_values(params);
+    if (kSage || leader) load_keys_and_values(params);
   } else if constexpr (kConvertsValues) {
     convert_values(params, warp - 2);
   } else if (kStagesOutput && warp - 2 < kConsumers && leader) {

@@ -95,6 +95,7 @@ class TileScheduler {
     tile.q_len = __shfl_sync(~0u, sequence_.q_len, lane);
     tile.kv_start = __shfl_sync(~0u, sequence_.kv_start, lane);
     tile.kv_len = __shfl_sync(~0u, sequence_.kv_len, lane);
+    if constexpr (kSage) tile.sequence = __shfl_sync(~0u, sequence_.number, lane);
     if constexpr (kSplit) {
       const int slots = __shfl_sync(~0u, slots_through_lane_, lane) - q_blocks * head_tiles_ * parts;
       const int of_sequence = parts == 1 ? offset : offset / parts;

@@ -1,5 +1,6 @@
 // A warp looks at up to 32 sequences, one a lane.
 #pragma once
+#include "config.h"
 #include "params.h"
 
 namespace fmha {
@@ -7,6 +8,7 @@ namespace fmha {
 struct Sequence {
   int q_start, q_len;    // rows of the query tensor
   int kv_start, kv_len;  // rows of the key tensor
+  int number;            // Sage: in the batch
 };
 
 // No sequence, or none inside the tensors: lengths 0.
@@ -17,6 +19,7 @@ __device__ __forceinline__ Sequence load_sequence(const Params& params, int sequ
   loaded.q_len = max(0, min(params.cum_seq_lens_q[sequence + 1], params.total_q) - loaded.q_start);
   loaded.kv_start = min(max(params.cum_seq_lens_kv[sequence], 0), params.total_kv);
   loaded.kv_len = max(0, min(params.cum_seq_lens_kv[sequence + 1], params.total_kv) - loaded.kv_start);
+  if constexpr (kSage) loaded.number = sequence;
   return loaded;
 }
 
@@ -37,8 +40,9 @@ __device__ __forceinline__ void sort_by_keys(Sequence& sequence, int count) {
   for (int other = 0; other < count; ++other) {
     if (__shfl_sync(~0u, rank, other) == lane) source = other;
   }
+  const int number = kSage ? __shfl_sync(~0u, sequence.number, source) : 0;
   sequence = {__shfl_sync(~0u, sequence.q_start, source), __shfl_sync(~0u, sequence.q_len, source),
-              __shfl_sync(~0u, sequence.kv_start, source), __shfl_sync(~0u, sequence.kv_len, source)};
+              __shfl_sync(~0u, sequence.kv_start, source), __shfl_sync(~0u, sequence.kv_len, source), number};
 }
 
 // Inclusive prefix sum over the lanes.

@@ -8,6 +8,9 @@
 // row outgrows it by more than kSlack (then p reaches 2^kSlack at most), and the common step has no shuffles, no
 // rescaling of O and no multiplications by a correction. Whether a row's m moves depends on that row alone: rows of
 // another sequence in the same tile cannot change a bit of this one's result.
+//
+// Sage: every row has a scale of its own, of either sign. Maxima and references are those of scale * s, and the scale
+// of a reference is 1.
 #pragma once
 #include "config.h"
 #include "row_result.cuh"
@@ -19,17 +22,6 @@ constexpr float kSlack = kAssumesReference ? 14.f : 8.f;  // base-2 units; fp16 
 constexpr float kSafeSum = 8192.f;                        // 2^(kSlack - 1) where it is looked at
 
 using Logits = float[kTileKV / 2];
-
-template <int kCount>
-__device__ __forceinline__ float column_max(const float (&s)[kCount], int row) {
-  float even = s[2 * row], odd = s[2 * row + 1];
-#pragma unroll
-  for (int j = 1; j < kCount / 4; ++j) {
-    even = fmaxf(even, s[4 * j + 2 * row]);
-    odd = fmaxf(odd, s[4 * j + 2 * row + 1]);
-  }
-  return fmaxf(even, odd);
-}
 
 // The four threads of a quad hold one row.
 __device__ __forceinline__ float quad_max(float x) {
@@ -54,10 +46,21 @@ struct Softmax {
   float l[kRowsPerThread];           // this thread's part of the row sum
   float offset[kRowsPerThread];      // -scale * m, 0 where no key was visible yet
   float correction[kRowsPerThread];  // what O has to be multiplied by after a moved reference
+  float row_scale[kRowsPerThread];   // Sage: base 2, not zero
 
   // The slack stays finite: a row without a reference yet, m = -inf, must outgrow it with its first visible key.
   __device__ __forceinline__ explicit Softmax(float scale_log2)
       : scale(scale_log2), slack(fminf(kSlack / scale_log2, __FLT_MAX__)) {}
+
+  // Sage, for the rows of a tile. Hidden logits are infinite, which a scale of 0 would turn into NaN.
+  __device__ __forceinline__ void set_row_scale(int r, float scale_log2) {
+    row_scale[r] = fabsf(scale_log2) < __FLT_MIN__ ? copysignf(__FLT_MIN__, scale_log2) : scale_log2;
+  }
+
+  // What stands for a key that row r does not see: times its scale it is -inf.
+  __device__ __forceinline__ float hidden_logit(int r) const {
+    return kSage ? copysignf(kInfinity, -row_scale[r]) : -kInfinity;
+  }
 
   // A tile without keys.
   __device__ __forceinline__ void clear() {
@@ -72,7 +75,7 @@ struct Softmax {
   __device__ __forceinline__ void first(Logits& s) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      set_reference(r, quad_max(column_max(s, r)));
+      set_reference(r, quad_max(row_max(s, r)));
       l[r] = 0.f;
     }
     add(exponentiate(s));
@@ -80,7 +83,7 @@ struct Softmax {
 
   // Later blocks. Returns whether O must be rescaled (the same for the whole warp).
   __device__ __forceinline__ bool next(Logits& s) {
-    const float x0 = column_max(s, 0), x1 = column_max(s, 1);
+    const float x0 = row_max(s, 0), x1 = row_max(s, 1);
     const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
     if (moved) {
       move_reference(0, quad_max(x0));
@@ -98,7 +101,9 @@ struct Softmax {
 #pragma unroll
     for (int j = 0; j < kTileKV / 8; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[4 * j + e] = ptx::exp2_approx(fmaf(s[4 * j + e], scale, offset[e / 2]));
+      for (int e = 0; e < 4; ++e) {
+        s[4 * j + e] = ptx::exp2_approx(fmaf(s[4 * j + e], kSage ? row_scale[e / 2] : scale, offset[e / 2]));
+      }
       even[0] += s[4 * j];
       odd[0] += s[4 * j + 1];
       even[1] += s[4 * j + 2];
@@ -118,6 +123,18 @@ struct Softmax {
   }
 
  private:
+  // Of this thread's part of row r, as references are counted.
+  __device__ __forceinline__ float row_max(const Logits& s, int r) const {
+    const float factor = kSage ? row_scale[r] : 1.f;
+    float even = factor * s[2 * r], odd = factor * s[2 * r + 1];
+#pragma unroll
+    for (int j = 1; j < kTileKV / 8; ++j) {
+      even = fmaxf(even, factor * s[4 * j + 2 * r]);
+      odd = fmaxf(odd, factor * s[4 * j + 2 * r + 1]);
+    }
+    return fmaxf(even, odd);
+  }
+
   __device__ __forceinline__ void set_reference(int r, float x) {
     m[r] = x;
     offset[r] = x == -kInfinity ? 0.f : -scale * x;

@@ -28,12 +28,16 @@ constexpr int kStagesLanding = !kConvertsValues ? 0 : ptx::kElementBytes<kQueryT
 constexpr int kLandingColumns = 128;
 constexpr int kConverterWarps = 2;
 
+constexpr int kStagesScales = kSage ? kStagesK : 0;  // they travel with K
+constexpr int kScaleArrivals = kSage ? 32 : 0;       // of the lanes that load them
+
 struct alignas(1024) Storage {
   // Q of each consumer; where Q moves to registers, the same bytes then stage the output of the tile before.
   uint8_t q[kConsumers][kChunksQK][kWarpgroupRows][kSpanQK];
   uint8_t k[kStagesK][kChunksQK][kTileKV][kSpanQK];
   uint16_t v[kStagesV][kChunksV][kTileKV][kChunk];
   uint8_t landing[kStagesLanding][kHeadDimV / kLandingColumns][kTileKV][kLandingColumns];
+  alignas(16) float k_scales[kStagesScales][kTileKV];  // see sage.cuh
 
   // `full`: the data has landed. `empty`: every reader is done.
   ptx::Mbarrier q_full[kConsumers], q_empty[kConsumers];
@@ -83,7 +87,7 @@ __device__ __forceinline__ void init_barriers(Storage& s) {
     ptx::mbarrier_init(s.store_full[i], 4);
   }
   for (int i = 0; i < kStagesK; ++i) {
-    ptx::mbarrier_init(s.k_full[i], 1);
+    ptx::mbarrier_init(s.k_full[i], 1 + kScaleArrivals);
     ptx::mbarrier_init(s.k_empty[i], kConsumerWarps);
   }
   for (int i = 0; i < kStagesV; ++i) {

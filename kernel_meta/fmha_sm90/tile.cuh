@@ -19,7 +19,7 @@ struct alignas(16) Tile {
   int parts;
   int blocks_per_part;
   int first_slot;  // of the tile's parts
-  int unused;
+  int sequence;    // Sage: its number in the batch
 };
 
 // Of all consumers.

@@ -5,18 +5,26 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 
-from bench.workloads import Workload
+from bench.workloads import SAGE_BLOCKS, Workload
+from cubin_runtime.reference import sage_quantize_reference
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn}
-OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.bfloat16}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "sage-int8": torch.int8,
+    "sage-e4m3": torch.float8_e4m3fn,
+}
+OUT_DTYPES = {name: torch.float16 if name == "fp16" else torch.bfloat16 for name in DTYPES}
 
-# Relative Frobenius error of the sampled rows against float32: what rounding of operands and P explains.
-TOLERANCE = {"bf16": 6e-3, "fp16": 1.5e-3, "e4m3": 8e-2}
+# Relative Frobenius error of the sampled rows against float32: what rounding of operands and P explains. Sage
+# is judged by what its operands were made from.
+TOLERANCE = {"bf16": 6e-3, "fp16": 1.5e-3, "e4m3": 8e-2, "sage-int8": 8e-2, "sage-e4m3": 8e-2}
 
 _SAMPLED_SEQUENCES = 12
 _SAMPLED_ROWS = 48
@@ -24,7 +32,11 @@ _SAMPLED_ROWS = 48
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of one workload on one device: tokens of all sequences in a row, heads, dims."""
+    """Inputs of one workload on one device: tokens of all sequences in a row, heads, dims.
+
+    sage_scales   of query, key, p and value
+    originals     query, key and value before they were quantised; None = they were not
+    """
 
     workload: Workload
     query: torch.Tensor
@@ -33,6 +45,8 @@ class Problem:
     edges_q: torch.Tensor
     edges_kv: torch.Tensor
     kv_lens: torch.Tensor
+    sage_scales: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+    originals: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @property
     def scale(self) -> float:
@@ -67,12 +81,13 @@ def make_problem(workload: Workload, device: torch.device, seed: int = 0) -> Pro
 
     def normal(*shape: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=OUT_DTYPES[workload.dtype], device=device)
-        return tensor.normal_(generator=generator).to(DTYPES[workload.dtype])
+        tensor.normal_(generator=generator)
+        return tensor if workload.sage else tensor.to(DTYPES[workload.dtype])
 
     def edges(lengths: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
-    return Problem(
+    problem = Problem(
         workload,
         query=normal(total_q, workload.heads, dim_qk),
         key=normal(total_kv, workload.kv_heads, dim_qk),
@@ -80,6 +95,28 @@ def make_problem(workload: Workload, device: torch.device, seed: int = 0) -> Pro
         edges_q=edges(workload.q_lens),
         edges_kv=edges(workload.kv_lens),
         kv_lens=torch.tensor(workload.kv_lens, dtype=torch.int32, device=device),
+    )
+    return _quantised(problem) if workload.sage else problem
+
+
+def _quantised(problem: Problem) -> Problem:
+    originals = (problem.query, problem.key, problem.value)
+    q_block, k_block, _, _ = SAGE_BLOCKS
+    query, key, value, q_scale, k_scale, v_scale = sage_quantize_reference(
+        *originals,
+        q_block_size=q_block,
+        k_block_size=k_block,
+        qk_quant_dtype=DTYPES[problem.workload.dtype],
+        cum_seq_lens_q=problem.edges_q,
+        cum_seq_lens_kv=problem.edges_kv,
+    )
+    return replace(
+        problem,
+        query=query,
+        key=key,
+        value=value,
+        sage_scales=(q_scale, k_scale, None, v_scale),
+        originals=originals,
     )
 
 
@@ -129,8 +166,9 @@ def _exact(problem: Problem, sequence: int, local: torch.Tensor, head: int) -> t
     keys = slice(first_kv, first_kv + kv_len)
     kv_head = head // workload.group
     # One head and sequence at a time: float8 tensors cannot be indexed by tensors.
-    query = problem.query[first_q : first_q + q_len, head].float()[local]
-    logits = query @ problem.key[keys, kv_head].float().T * problem.scale
+    all_queries, all_keys, all_values = problem.originals or (problem.query, problem.key, problem.value)
+    query = all_queries[first_q : first_q + q_len, head].float()[local]
+    logits = query @ all_keys[keys, kv_head].float().T * problem.scale
     if workload.mask != "dense":
         distance = (local + kv_len - q_len)[:, None] - torch.arange(kv_len, device=local.device)
         hidden = distance < 0
@@ -138,4 +176,4 @@ def _exact(problem: Problem, sequence: int, local: torch.Tensor, head: int) -> t
             hidden |= distance > workload.window
         logits = logits.masked_fill(hidden, -math.inf)
     # A row that sees no key is zero.
-    return logits.softmax(dim=-1).nan_to_num(0) @ problem.value[keys, kv_head].float()
+    return logits.softmax(dim=-1).nan_to_num(0) @ all_values[keys, kv_head].float()

@@ -51,7 +51,7 @@ class Bench:
 
     def line(self, workload: Workload, host: bool) -> Line:
         """One workload. Without a kernel of ours nothing is timed: there is nothing to compare."""
-        refusals = {name: peer.refusal(workload) for name, peer in self._peers.items()}
+        refusals = {name: _refusal(name, peer, workload) for name, peer in self._peers.items()}
         if refusals.get(OURS):
             return Line(workload, (Entry(OURS, True, "refused", refusals[OURS] or ""),))
         problem = make_problem(workload, self._device)
@@ -99,6 +99,12 @@ class Bench:
             for name, rounds in samples.items():
                 found[name][protocol] = summarise(rounds)
         return found
+
+
+def _refusal(name: str, peer: Peer, workload: Workload) -> str | None:
+    if workload.sage and name != OURS:
+        return "has no scales by blocks"
+    return peer.refusal(workload)
 
 
 def _bind(peer: Peer, problem: Problem, check: Check) -> _Bound:

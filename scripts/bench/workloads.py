@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 Mask = Literal["causal", "dense", "window"]
-Dtype = Literal["bf16", "fp16", "e4m3"]
+Dtype = Literal["bf16", "fp16", "e4m3", "sage-int8", "sage-e4m3"]
 
-_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1}
+SAGE_BLOCKS = (1, 16, 0, 1)
+"""Tokens per scale of q, k, p and v in workloads of Sage attention."""
+
+_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "sage-int8": 1, "sage-e4m3": 1}
 _OUT_BYTES = 2
 
 
@@ -68,6 +71,11 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def group(self) -> int:
         """Query heads per kv head."""
         return self.heads // self.kv_heads
+
+    @property
+    def sage(self) -> bool:
+        """Operands have scales by blocks: nobody else's business."""
+        return self.dtype.startswith("sage-")
 
     @property
     def equal_lengths(self) -> bool:
@@ -255,9 +263,31 @@ _TAILS = (
     Workload("t64_32k_256", (64,), (32768,), heads=32, kv_heads=8, head_dims=(256, 256)),
 )
 
+
+def _sage(name: str, q_lens: tuple[int, ...], heads: int, head_dims: tuple[int, int]) -> Iterator[Workload]:
+    for prefix, dtype in _SAGE_PREFIXES.items():
+        yield Workload(prefix + name, q_lens, dtype=dtype, heads=heads, head_dims=head_dims)
+
+
+# The same shapes in bf16, which Sage attention has to be faster than, in e4m3 and with scales.
+_SAGE_PREFIXES: dict[str, Dtype] = {
+    "": "bf16",
+    "fp8_": "e4m3",
+    "sage_int8_": "sage-int8",
+    "sage_fp8_": "sage-e4m3",
+}
+_SAGE = (
+    *_sage("c192_8k", (8192,), 128, (192, 128)),
+    *_sage("b8x1k_192", (1024,) * 8, 128, (192, 128)),
+    *_sage("c128_8k", (8192,), 128, (128, 128)),
+    *_sage("b8x1k_128", (1024,) * 8, 128, (128, 128)),
+    *_sage("c256_8k_h64", (8192,), 64, (256, 256)),
+)
+
 SETS = {
     "main": _unique(_MAIN, "main"),
     "held-out": _unique(_HELD_OUT, "held-out"),
     "short": _unique(_SHORT, "short"),
     "tails": _unique(_TAILS, "tails"),
+    "sage": _unique(_SAGE, "sage"),
 }

@@ -25,6 +25,18 @@ from stub_support import fail, stub
 from cubin_runtime import attention
 from cubin_runtime import trtllm_ragged_attention_deepseek as attend
 attention._current_stream = lambda device: {STREAM} + device
+
+def sage(block_q, block_k, tokens=(320, 450), heads=(32, 16), dim_v=128, batch=2):
+    def scales(which, block):
+        return CudaTensor((heads[which], -(-tokens[which] // block) + batch - 1), torch.float32)
+    return dict(
+        value=CudaTensor((tokens[1], heads[1], dim_v), torch.float8_e4m3fn),
+        out=CudaTensor((tokens[0], heads[0], dim_v)),
+        sage_attn_sfs=(
+            scales(0, block_q), scales(1, block_k), None, CudaTensor((heads[1], dim_v), torch.float32)
+        ),
+        num_elts_per_sage_attn_blk=(block_q, block_k, 0, 1),
+    )
 """
 
 FP8 = "dtype=torch.float8_e4m3fn"
@@ -52,6 +64,11 @@ CALLS = {
     "fp8 values": "value=CudaTensor((450, 16, 128), torch.float8_e4m3fn)",
     "fp8 values, head dims 256": (
         "head_dims=(256, 256), is_causal=False, value=CudaTensor((450, 16, 256), torch.float8_e4m3fn)"
+    ),
+    "sage": "dtype=torch.int8, **sage(1, 16)",
+    "sage fp8, head dims 256": f"{FP8}, head_dims=(256, 256), window_left=100, **sage(16, 4, dim_v=256)",
+    "sage, few rows": (
+        "[3], [9000], heads=(16, 2), dtype=torch.int8, **sage(4, 1, (3, 9000), heads=(16, 2), batch=1)"
     ),
     "head dims 128": "head_dims=(128, 128)",
     "head dims 256": "head_dims=(256, 256)",
@@ -97,7 +114,12 @@ VARIANTS = (
     *("scales_q", "scales_k", "scales_v", "columns_q", "columns_k", "block_q_log2", "block_k_log2"),
     *("counts", "factor"),
 )
-SLIDING = {"sliding": 100, "fp8, head dims 256": 100, "window that hides one key": 398}
+SLIDING = {
+    "sliding": 100,
+    "fp8, head dims 256": 100,
+    "sage fp8, head dims 256": 100,
+    "window that hides one key": 398,
+}
 
 
 class Launch(NamedTuple):
@@ -115,6 +137,8 @@ class Launch(NamedTuple):
 
 DESCRIBE = """
 def describe(value):
+    if isinstance(value, tuple):
+        return [describe(each) for each in value]
     if not isinstance(value, torch.Tensor):
         return value
     return {
@@ -242,10 +266,25 @@ def test_every_byte_of_the_parameters(launches: dict[str, Launch], name: str) ->
         "bmm1_scale": 0.0 if "bmm1_scale" in pointers else scales["bmm1_scale"],
         "bmm2_scale": 0.0 if "bmm2_scale" in pointers else scales["bmm2_scale"],
         **dict.fromkeys(VARIANTS, 0),
+        **_sage_scales(a),
     }
     fields, size = _params()
     used = max(offset + struct.calcsize(f"<{form}") for offset, form in fields.values())
     assert launch.parameters[used:] == bytes(size - used)
+
+
+def _sage_scales(a: dict[str, Any]) -> dict[str, int]:
+    if "sage_attn_sfs" not in a:
+        return {}
+    q, k, _, v = a["sage_attn_sfs"]
+    block_q, block_k, _, _ = a["num_elts_per_sage_attn_blk"]
+    return {
+        **{f"scales_{name}": scales["address"] for name, scales in (("q", q), ("k", k), ("v", v))},
+        **{f"columns_{name}": scales["shape"][1] for name, scales in (("q", q), ("k", k))},
+        **{
+            f"block_{name}_log2": {1: 0, 4: 2, 16: 4}[size] for name, size in (("q", block_q), ("k", block_k))
+        },
+    }
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -277,7 +316,7 @@ def test_tensor_maps(launches: dict[str, Launch], name: str) -> None:
         ]
         # Numbers of cuda.h: UINT8 0, FLOAT16 6, BFLOAT16 9; no interleave, L2_256B 3, zeros outside.
         dtype = getattr(row, f"dtype_{operand[0]}")
-        assert encoded["dtype"] == {DType.E4M3: 0, DType.FP16: 6, DType.BF16: 9}[dtype]
+        assert encoded["dtype"] == {DType.INT8: 0, DType.E4M3: 0, DType.FP16: 6, DType.BF16: 9}[dtype]
         options = ("interleave", "l2_promotion", "oob_fill", "element_strides")
         assert [encoded[option] for option in options] == [0, 3, 0, [1, 1, 1, 1]]
         # SWIZZLE_NONE 0, 64B 2, 128B 3: as wide as the span; values of 8 bits are converted first.
@@ -319,6 +358,8 @@ def test_mask_of_the_kernel(launches: dict[str, Launch], name: str, mask: str) -
         ("fp8", "e4m3_e4m3_e4m3_bf16_h192x128"),
         ("fp8, fp16 out", "e4m3_e4m3_e4m3_fp16_h192x128"),
         ("fp8 values", "bf16_bf16_e4m3_bf16_h192x128"),
+        ("sage", "int8_int8_e4m3_bf16_h192x128"),
+        ("sage, few rows", "int8_int8_e4m3_bf16_h192x128"),
     ],
 )
 def test_dtype_and_head_dims_of_the_kernel(launches: dict[str, Launch], name: str, columns: str) -> None:

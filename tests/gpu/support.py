@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,11 +36,12 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 
 class Types(NamedTuple):
-    """Element types of query and key, of value, and of out."""
+    """Element types of query and key, of value, and of out; tokens per Sage scale of query and key."""
 
     query: torch.dtype
     value: torch.dtype
     out: torch.dtype
+    sage_blocks: tuple[int, int] | None = None
 
 
 TYPES = {
@@ -48,7 +50,10 @@ TYPES = {
     "fp8": Types(E4M3, E4M3, torch.bfloat16),
     "fp8 to fp16": Types(E4M3, E4M3, torch.float16),
     "fp8 values": Types(torch.bfloat16, E4M3, torch.bfloat16),
+    "sage int8": Types(torch.int8, E4M3, torch.bfloat16, (1, 16)),
+    "sage fp8": Types(E4M3, E4M3, torch.bfloat16, (16, 4)),
 }
+_INT8_DEVIATION = 40.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,11 @@ class Problem:
         """Query rows that belong to a sequence; the rest are padding."""
         return sum(self.q_lens)
 
+    @property
+    def covered_keys(self) -> int:
+        """The same of the keys."""
+        return sum(self.kv_lens)
+
     def with_options(self, **options: Any) -> Problem:
         return replace(self, options={**self.options, **options})
 
@@ -99,6 +109,13 @@ class Problem:
         rows = list(self.spans())[number]
         begin = sum(self.kv_lens[:number])
         keys = slice(begin, begin + self.kv_lens[number])
+        options = self.options
+        if "sage_attn_sfs" in options:
+            q, k, p, v = options["sage_attn_sfs"]
+            q_block, k_block, _, _ = options["num_elts_per_sage_attn_blk"]
+            q = q[:, sage_columns(self.q_lens, q_block)[number]].contiguous()
+            k = k[:, sage_columns(self.kv_lens, k_block)[number]].contiguous()
+            options = {**options, "sage_attn_sfs": (q, k, p, v)}
         return replace(
             self,
             query=self.query[rows].clone(),
@@ -106,6 +123,7 @@ class Problem:
             value=self.value[keys].clone(),
             q_lens=[self.q_lens[number]],
             kv_lens=[self.kv_lens[number]],
+            options=options,
         )
 
 
@@ -126,10 +144,20 @@ def make_problem(
     generator = torch.Generator(device).manual_seed(seed)
 
     def randn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        drawn_as = torch.bfloat16 if dtype == E4M3 else dtype
-        return torch.randn(*shape, generator=generator, device=device, dtype=drawn_as).to(dtype)
+        drawn_as = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        drawn = torch.randn(*shape, generator=generator, device=device, dtype=drawn_as)
+        return ((drawn * _INT8_DEVIATION).clamp(-127, 127) if dtype == torch.int8 else drawn).to(dtype)
 
     total_q, total_kv = sum(q_lens) + padding, sum(kv_lens) + padding
+    if types.sage_blocks:
+        lens = (q_lens, total_q, heads), (kv_lens, total_kv, kv_heads)
+        q_scales, k_scales = (
+            sage_scales(*of, block, types.query, generator)
+            for of, block in zip(lens, types.sage_blocks, strict=True)
+        )
+        v_scales = torch.rand(kv_heads, dims[1], generator=generator, device=device) + 0.5
+        options["sage_attn_sfs"] = (q_scales, k_scales, None, v_scales)
+        options["num_elts_per_sage_attn_blk"] = (*types.sage_blocks, 0, 1)
     return Problem(
         query=randn(types.query, total_q, heads, dims[0]),
         key=randn(types.query, total_kv, kv_heads, dims[0]),
@@ -139,6 +167,36 @@ def make_problem(
         options={"bmm1_scale": 1 / math.sqrt(dims[0]), **options},
         out_dtype=types.out,
     )
+
+
+def sage_columns(lengths: Sequence[int], block: int) -> list[slice]:
+    """Where each sequence has its scales."""
+    begins = itertools.accumulate(lengths, initial=0)
+    return [
+        slice(begin // block + number, begin // block + number + -(-length // block))
+        for number, (begin, length) in enumerate(zip(begins, lengths, strict=False))
+    ]
+
+
+def sage_scales(
+    lengths: Sequence[int],
+    tokens: int,
+    heads: int,
+    block: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Scales of normal numbers, each of its own size, one of eight negative; NaN where none is needed."""
+    shape = heads, -(-tokens // block) + max(len(lengths) - 1, 0)
+    scales = torch.rand(shape, generator=generator, device=generator.device) / 2 + 0.75
+    scales[torch.rand(shape, generator=generator, device=generator.device) < 0.125] *= -1
+    if dtype == torch.int8:
+        scales /= _INT8_DEVIATION
+    unused = torch.ones(shape[1], dtype=torch.bool)
+    for columns in sage_columns(lengths, block):
+        unused[columns] = False
+    scales[:, unused.to(scales.device)] = math.nan
+    return scales
 
 
 def edges(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

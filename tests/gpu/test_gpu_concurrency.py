@@ -13,6 +13,7 @@ from cuda.bindings import driver
 from tests.gpu.support import (
     HEAD_DIMS,
     MASKS,
+    TYPES,
     Problem,
     Results,
     arguments,
@@ -30,7 +31,9 @@ pytestmark = pytest.mark.gpu
 DELAY_CYCLES = 20_000_000  # about 10 ms
 
 
-def some_problem(device: torch.device, seed: int, dims: tuple[int, int] = (192, 128)) -> Problem:
+def some_problem(
+    device: torch.device, seed: int, dims: tuple[int, int] = (192, 128), types: str = "bf16"
+) -> Problem:
     return make_problem(
         [129, 0, 5, 64],
         [300, 7, 0, 140],
@@ -38,6 +41,7 @@ def some_problem(device: torch.device, seed: int, dims: tuple[int, int] = (192, 
         dims=dims,
         heads=4,
         kv_heads=2,
+        types=TYPES[types],
         is_causal=True,
         seed=seed,
     )
@@ -104,8 +108,9 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 
 
 def test_eight_threads(device: torch.device) -> None:
-    """Each with its own stream and workspace, and kernels of all head dims in turn."""
-    problems = [some_problem(device, seed=n, dims=HEAD_DIMS[n % 3]) for n in range(8)]
+    """Each with its own stream and workspace, and kernels of all head dims and several types in turn."""
+    types = ("bf16", "sage int8", "fp8")
+    problems = [some_problem(device, n, HEAD_DIMS[n % 3], types[n // 3]) for n in range(8)]
     workspaces = [make_workspace(device, size=16 << 20) for _ in problems]
     expected = [call(p, w) for p, w in zip(problems, workspaces, strict=True)]
     results: list[list[Results]] = [[] for _ in problems]

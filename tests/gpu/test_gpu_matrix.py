@@ -172,7 +172,7 @@ def test_bounds_that_are_not_the_lengths(
 
 
 def test_results_are_allocated_when_not_given(device: torch.device, workspace: torch.Tensor) -> None:
-    for types in (TYPES["bf16"], TYPES["fp16"], TYPES["fp8"], TYPES["fp8 values"]):
+    for types in (TYPES[name] for name in TYPES if name != "fp8 to fp16"):
         problem = make_problem([129, 7], [300, 140], device=device, heads=2, types=types)
         given = arguments(problem, workspace, out=None, lse=None)
         out, lse = cubin_runtime.trtllm_ragged_attention_deepseek(**given)
@@ -207,7 +207,7 @@ def test_reference_is_the_same_on_the_host(mask: str, device: torch.device) -> N
         torch.testing.assert_close(on_device.cpu(), on_host, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("types", ["fp8", "fp8 values"])
+@pytest.mark.parametrize("types", ["fp8", "fp8 values", "sage int8", "sage fp8"])
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_long_sums_of_one_sign(
     dims: tuple[int, int], types: str, device: torch.device, workspace: torch.Tensor
@@ -241,7 +241,7 @@ def test_logits_that_grow_block_after_block(
     torch.testing.assert_close(lse, exact_lse, rtol=1e-6, atol=problem.lse_tolerance + 2 * rounding)
 
 
-@pytest.mark.parametrize("types", ["bf16", "fp8", "fp8 values"])
+@pytest.mark.parametrize("types", ["bf16", "fp8", "fp8 values", "sage int8", "sage fp8"])
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_runs_repeat_bit_for_bit(
     dims: tuple[int, int], types: str, device: torch.device, workspace: torch.Tensor
@@ -262,7 +262,7 @@ def test_runs_repeat_bit_for_bit(
             assert_same_bits(call(problem, workspace), first)
 
 
-@pytest.mark.parametrize("types", ["bf16", "fp8", "fp8 values"])
+@pytest.mark.parametrize("types", ["bf16", "fp8", "fp8 values", "sage int8", "sage fp8"])
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_a_batch_is_its_sequences(
     dims: tuple[int, int], types: str, device: torch.device, workspace: torch.Tensor

@@ -1,4 +1,5 @@
-// Warpgroup matrix products with float32 accumulators: D[64, N] (+)= A[64, K] * B[K, N], K = 32 bytes of elements.
+// Warpgroup matrix products: D[64, N] (+)= A[64, K] * B[K, N], K = 32 bytes of elements. Accumulators are float32, of
+// int8 elements int32.
 //
 // The instruction is asynchronous: between issue and wait nothing may touch its registers. The caller brackets a
 // chain of products with wgmma_fence() ... wgmma_commit() ... wgmma_wait<n>() and ties the arrays with
@@ -30,6 +31,19 @@ __device__ __forceinline__ void hold_registers(uint32_t (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
+template <int kCount>
+__device__ __forceinline__ void hold_registers(int32_t (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+
+// The contents no longer matter. A product that overwrites them counts as a reader, and would keep them alive.
+template <int kCount>
+__device__ __forceinline__ void drop_registers(int32_t (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=r"(values[i]));
+}
+
 // Shared-memory operand with rows of `kSpan` bytes, the span of its swizzle (PTX ISA, "Matrix Descriptor Format").
 // `leading_bytes` separates chunks of such rows of an operand that is not K-major and is ignored for a K-major one;
 // groups of 8 rows follow each other in both.
@@ -47,10 +61,10 @@ __device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor, uint
   return descriptor + (bytes >> 4);
 }
 
-enum class Element { bf16, fp16, e4m3 };
+enum class Element { bf16, fp16, e4m3, int8 };
 
 template <Element kElement>
-constexpr int kElementBytes = kElement == Element::e4m3 ? 1 : 2;
+constexpr int kElementBytes = kElement == Element::e4m3 || kElement == Element::int8 ? 1 : 2;
 
 enum class Major { K, MN };
 
@@ -59,14 +73,14 @@ enum class Major { K, MN };
 template <Element kElement, int kN>
 struct Wgmma;
 
-#define PTX_ACC_8(d, i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define PTX_ACC_40(d) PTX_ACC_8(d, 0), PTX_ACC_8(d, 8), PTX_ACC_8(d, 16), PTX_ACC_8(d, 24), PTX_ACC_8(d, 32)
-#define PTX_ACC_32(d) PTX_ACC_8(d, 0), PTX_ACC_8(d, 8), PTX_ACC_8(d, 16), PTX_ACC_8(d, 24)
-#define PTX_ACC_64(d) PTX_ACC_40(d), PTX_ACC_8(d, 40), PTX_ACC_8(d, 48), PTX_ACC_8(d, 56)
-#define PTX_ACC_128(d) \
-  PTX_ACC_64(d), PTX_ACC_8(d, 64), PTX_ACC_8(d, 72), PTX_ACC_8(d, 80), PTX_ACC_8(d, 88), PTX_ACC_8(d, 96), \
-      PTX_ACC_8(d, 104), PTX_ACC_8(d, 112), PTX_ACC_8(d, 120)
+#define PTX_ACC_8(c, d, i) \
+  c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
+#define PTX_ACC_32(c, d) PTX_ACC_8(c, d, 0), PTX_ACC_8(c, d, 8), PTX_ACC_8(c, d, 16), PTX_ACC_8(c, d, 24)
+#define PTX_ACC_40(c, d) PTX_ACC_32(c, d), PTX_ACC_8(c, d, 32)
+#define PTX_ACC_64(c, d) PTX_ACC_40(c, d), PTX_ACC_8(c, d, 40), PTX_ACC_8(c, d, 48), PTX_ACC_8(c, d, 56)
+#define PTX_ACC_128(c, d) \
+  PTX_ACC_64(c, d), PTX_ACC_8(c, d, 64), PTX_ACC_8(c, d, 72), PTX_ACC_8(c, d, 80), PTX_ACC_8(c, d, 88), \
+      PTX_ACC_8(c, d, 96), PTX_ACC_8(c, d, 104), PTX_ACC_8(c, d, 112), PTX_ACC_8(c, d, 120)
 
 #define PTX_REGS_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
@@ -82,34 +96,39 @@ struct Wgmma;
   "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
   "%127"
 
-// The numbers of the operands behind the accumulators depend on N, hence the explicit %n.
-#define PTX_DEFINE_WGMMA(ELEMENT, TYPES, N, COUNT, P0, P1, P2, P3, P4, P5, TRANSPOSE_RS, TRANSPOSE_SS)               \
-  template <>                                                                                                       \
-  struct Wgmma<Element::ELEMENT, N> {                                                                               \
-    template <Major kMajorB, bool kAccumulate>                                                                      \
-    static __device__ __forceinline__ void rs(float (&d)[COUNT], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, \
-                                              uint64_t b) {                                                         \
-      static_assert(kMajorB == Major::K || kElementBytes<Element::ELEMENT> == 2);                                   \
-      asm volatile("{.reg .pred accumulate;\nsetp.ne.b32 accumulate, " P5 ", 0;\n"                                  \
-                   "wgmma.mma_async.sync.aligned.m64n" #N TYPES "{" PTX_REGS_##COUNT "}, "                          \
-                   "{" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", accumulate, 1, 1" TRANSPOSE_RS ";}"                   \
-                   : PTX_ACC_##COUNT(d)                                                                             \
-                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kAccumulate), "n"(kMajorB == Major::MN));      \
-    }                                                                                                               \
-    template <bool kAccumulate>                                                                                     \
-    static __device__ __forceinline__ void ss(float (&d)[COUNT], uint64_t a, uint64_t b) {                          \
-      asm volatile("{.reg .pred accumulate;\nsetp.ne.b32 accumulate, " P2 ", 0;\n"                                  \
-                   "wgmma.mma_async.sync.aligned.m64n" #N TYPES "{" PTX_REGS_##COUNT "}, "                          \
-                   P0 ", " P1 ", accumulate, 1, 1" TRANSPOSE_SS ";}"                                                \
-                   : PTX_ACC_##COUNT(d)                                                                             \
-                   : "l"(a), "l"(b), "n"(kAccumulate));                                                             \
-    }                                                                                                               \
+// The numbers of the operands behind the accumulators depend on N, hence the explicit %n. Floating-point products also
+// state whether to negate their operands (1: no).
+#define PTX_DEFINE_WGMMA(ELEMENT, SUM, BIND, TYPES, N, COUNT, P0, P1, P2, P3, P4, P5, OPTIONS_RS, OPTIONS_SS)          \
+  template <>                                                                                                          \
+  struct Wgmma<Element::ELEMENT, N> {                                                                                  \
+    using Accumulators = SUM[COUNT];                                                                                   \
+    template <Major kMajorB, bool kAccumulate>                                                                         \
+    static __device__ __forceinline__ void rs(Accumulators& d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,     \
+                                              uint64_t b) {                                                            \
+      static_assert(kMajorB == Major::K || kElementBytes<Element::ELEMENT> == 2);                                      \
+      asm volatile("{.reg .pred accumulate;\nsetp.ne.b32 accumulate, " P5 ", 0;\n"                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N TYPES "{" PTX_REGS_##COUNT "}, "                             \
+                   "{" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", accumulate" OPTIONS_RS ";}"                              \
+                   : PTX_ACC_##COUNT(BIND, d)                                                                          \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kAccumulate), "n"(kMajorB == Major::MN));         \
+    }                                                                                                                  \
+    template <bool kAccumulate>                                                                                        \
+    static __device__ __forceinline__ void ss(Accumulators& d, uint64_t a, uint64_t b) {                               \
+      asm volatile("{.reg .pred accumulate;\nsetp.ne.b32 accumulate, " P2 ", 0;\n"                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N TYPES "{" PTX_REGS_##COUNT "}, "                             \
+                   P0 ", " P1 ", accumulate" OPTIONS_SS ";}"                                                           \
+                   : PTX_ACC_##COUNT(BIND, d)                                                                          \
+                   : "l"(a), "l"(b), "n"(kAccumulate));                                                                \
+    }                                                                                                                  \
   };
 
-#define PTX_DEFINE_WGMMAS(N, COUNT, P0, P1, P2, P3, P4, P5, P6)                                                      \
-  PTX_DEFINE_WGMMA(bf16, "k16.f32.bf16.bf16 ", N, COUNT, P0, P1, P2, P3, P4, P5, ", " P6, ", 0, 0")                  \
-  PTX_DEFINE_WGMMA(fp16, "k16.f32.f16.f16 ", N, COUNT, P0, P1, P2, P3, P4, P5, ", " P6, ", 0, 0")                    \
-  PTX_DEFINE_WGMMA(e4m3, "k32.f32.e4m3.e4m3 ", N, COUNT, P0, P1, P2, P3, P4, P5, "", "")
+#define PTX_DEFINE_WGMMAS(N, COUNT, P0, P1, P2, P3, P4, P5, P6)                                                        \
+  PTX_DEFINE_WGMMA(bf16, float, "+f", "k16.f32.bf16.bf16 ", N, COUNT, P0, P1, P2, P3, P4, P5, ", 1, 1, " P6,           \
+                   ", 1, 1, 0, 0")                                                                                     \
+  PTX_DEFINE_WGMMA(fp16, float, "+f", "k16.f32.f16.f16 ", N, COUNT, P0, P1, P2, P3, P4, P5, ", 1, 1, " P6,             \
+                   ", 1, 1, 0, 0")                                                                                     \
+  PTX_DEFINE_WGMMA(e4m3, float, "+f", "k32.f32.e4m3.e4m3 ", N, COUNT, P0, P1, P2, P3, P4, P5, ", 1, 1", ", 1, 1")      \
+  PTX_DEFINE_WGMMA(int8, int32_t, "+r", "k32.s32.s8.s8 ", N, COUNT, P0, P1, P2, P3, P4, P5, "", "")
 
 PTX_DEFINE_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 PTX_DEFINE_WGMMAS(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")

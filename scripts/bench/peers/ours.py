@@ -9,7 +9,8 @@ import torch
 import cubin_runtime
 from bench.peers.base import Call, Options
 from bench.problem import Problem
-from bench.workloads import Workload
+from bench.workloads import SAGE_BLOCKS, Workload
+from cubin_runtime.request import SAGE_OFF
 
 _MASKS = {"causal": "causal", "dense": "dense", "window": "sliding"}
 
@@ -43,6 +44,7 @@ class Ours:
         max_q_len, max_kv_len, batch = problem.max_q_len, problem.max_kv_len, workload.batch
         window = -1 if workload.window is None else workload.window
         causal = workload.mask != "dense"
+        blocks = SAGE_BLOCKS if workload.sage else SAGE_OFF
 
         def call() -> torch.Tensor:
             cubin_runtime.trtllm_ragged_attention_deepseek(
@@ -62,6 +64,8 @@ class Ours:
                 cum_seq_lens_kv=problem.edges_kv,
                 is_causal=causal,
                 out=out,
+                sage_attn_sfs=problem.sage_scales,
+                num_elts_per_sage_attn_blk=blocks,
             )
             return out
 
@@ -70,7 +74,8 @@ class Ours:
 
 def _request(workload: Workload) -> dict[str, Any]:
     return {
-        "dtype": workload.dtype,
+        "dtype": workload.dtype.removeprefix("sage-"),
+        "sage_blocks": SAGE_BLOCKS if workload.sage else SAGE_OFF,
         "head_dims": workload.head_dims,
         "mask": _MASKS[workload.mask],
         "num_heads_q": workload.heads,

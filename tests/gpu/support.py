@@ -28,6 +28,8 @@ TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 _FP8_TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 3e-3}
 LSE_TOLERANCE = 1e-3
 _FP8_LSE_TOLERANCE = 5e-3
+# Scaled 8-bit elements use all of their range, so that sums which cancel have larger terms to round.
+_SAGE_FP8_LSE_TOLERANCE = 1e-2
 WORKSPACE_BYTES = 128 << 20
 _GUARD_BYTES = 64 << 10
 _GUARD_PATTERN = 0xA5
@@ -74,7 +76,9 @@ class Problem:
 
     @property
     def lse_tolerance(self) -> float:
-        return _FP8_LSE_TOLERANCE if self.query.dtype == E4M3 else LSE_TOLERANCE
+        if self.query.dtype != E4M3:
+            return LSE_TOLERANCE
+        return _SAGE_FP8_LSE_TOLERANCE if "sage_attn_sfs" in self.options else _FP8_LSE_TOLERANCE
 
     @property
     def device(self) -> torch.device:
@@ -313,7 +317,7 @@ def assert_matches(
     torch.testing.assert_close(
         lse,
         exact_lse,
-        rtol=0,
+        rtol=4e-6,  # float32's own rounding of large logits
         atol=problem.lse_tolerance,
         equal_nan=True,
         msg=lambda text: f"lse: {text} {context}",

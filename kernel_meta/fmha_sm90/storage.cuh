@@ -23,6 +23,12 @@ struct PendingTile {
   int slot;  // split: of its part; negative: the keys are not divided
 };
 
+// Blocks that a consumer's rows see.
+struct SkipTally {
+  uint32_t left_out;
+  uint32_t all;
+};
+
 // Where V lands that is converted before the product. With 16-bit Q and K there is no room for two stages.
 constexpr int kStagesLanding = !kConvertsValues ? 0 : ptx::kElementBytes<kQueryType> == 1 ? 2 : 1;
 constexpr int kLandingColumns = 128;
@@ -47,6 +53,7 @@ struct alignas(1024) Storage {
   Tile tiles[kTileSlots];
   StoreRequest store[kConsumers];
   PendingTile pending[kConsumerWarps];
+  SkipTally skipped[kSkipsSoftmax ? kConsumers : 0];
 };
 
 constexpr int kQBytes = sizeof(Storage::q) / kConsumers;

@@ -34,7 +34,6 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     Storage& s = storage();
-    if constexpr (kSkipsSoftmax) begin_tally();
     if (kTakesTurns && warpgroup_ == 1) pass_turn();
     for (Ring<kTileSlots> slot;; slot.advance()) {
       ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
@@ -124,6 +123,8 @@ class Consumer {
   template <bool kPending>
   __device__ __forceinline__ void first_step(const Mask& mask, int block, int last, bool staged) {
     Softmax finished = softmax_;
+    const bool finishes_without_product = kSkipsSoftmax && !kPending && pending_;
+    if constexpr (kSkipsSoftmax) choose(true);
     take_turn();
     issue_logits();
     if constexpr (kPending) issue_output(pending_valid_rows_);
@@ -135,11 +136,9 @@ class Consumer {
     softmax_.first(s_);
     ptx::hold_registers(s_);
     if constexpr (kPending) output_arrived();
-    const bool finishes_without_product = kSkipsSoftmax && !kPending && pending_;
     if (finishes_without_product) pass_values();
     probabilities_to_operand();
     if (kPending || finishes_without_product) finish_tile(finished, staged);
-    left_out_ = false;
   }
 
   template <bool kMasked>
@@ -209,13 +208,14 @@ class Consumer {
     logits_arrived(block == last);
     if constexpr (kMasked) mask.apply(s_, block);
     const BlockMaxima maxima(s_);
-    left_out_ = !any_of_warpgroup(negligible_.exceeded_by(maxima));
+    const bool counts = any_of_warpgroup(negligible_.exceeded_by(maxima));
+    choose(counts);
     bool moved = false;
-    if (left_out_) {
-      tally_left_out();
-    } else {
+    if (counts) {
       moved = softmax_.next(s_, maxima.row[0], maxima.row[1]);
       negligible_.raise(maxima);
+    } else {
+      tally_left_out();
     }
     ptx::hold_registers(s_);
     if constexpr (kHasWeights) {
@@ -223,7 +223,7 @@ class Consumer {
     } else {
       pass_values();
     }
-    if (left_out_) return;
+    if (!counts) return;
     probabilities_to_operand();
     if (moved) rescale_output();
   }
@@ -349,6 +349,7 @@ class Consumer {
     pass_turn();
     arrive(storage().k_empty[k_ring_.stage]);
     k_ring_.advance();
+    if constexpr (kSkipsSoftmax) choose(false);
     pass_values();
   }
 
@@ -475,13 +476,18 @@ class Consumer {
     arrive(s.store_full[warpgroup_]);
   }
 
-  // ---- statistics of skip-softmax, in shared memory: registers are scarce
+  // ---- skip-softmax: choices, and statistics in shared memory, since registers are scarce
+
+  __device__ __forceinline__ void choose(bool counts) {
+    ++choices_made_;
+    weighing_ = weighing_ << 1 | counts;
+    if (keeps_tally()) publish(warpgroup_, choices_made_, weighing_);
+  }
+
+  // Whether p_ holds a block's probabilities, whose product is yet to come.
+  __device__ __forceinline__ bool has_weights() const { return !kSkipsSoftmax || weighing_ & 1; }
 
   __device__ __forceinline__ bool keeps_tally() const { return (threadIdx.x & 127) == 0; }
-
-  __device__ __forceinline__ void begin_tally() const {
-    if (keeps_tally()) storage().skipped[warpgroup_] = {};
-  }
 
   // A sliding tile's extra block, which only the other consumer's rows see, is always left out and not counted.
   __device__ __forceinline__ void tally_tile(const BlockRange& blocks, int last) const {
@@ -520,14 +526,11 @@ class Consumer {
 
   static constexpr uint32_t kSignBits = ptx::kElementBytes<kQueryType> == 1 ? 0x80808080 : 0x80008000;
 
-  // Whether p_ holds a block's probabilities, whose product is yet to come.
-  __device__ __forceinline__ bool has_weights() const { return !kSkipsSoftmax || !left_out_; }
-
   const Params& params_;
   const int warpgroup_, warp_, lane_;
   Softmax softmax_;
   Negligible negligible_;
-  bool left_out_ = false;  // the latest block
+  uint32_t choices_made_ = 0, weighing_ = 1;  // as in Choices
   const bool negative_scale_;
   const float bmm2_scale_;
 

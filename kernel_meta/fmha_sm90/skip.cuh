@@ -4,9 +4,13 @@
 // maximum in every row that exp(difference) < factor / kv_len costs no exponentials and no P V, and its terms enter
 // neither sum. Rows that see no key of the block agree, as do rows behind the sequence's end; a row that has not seen
 // a key yet does not, if it sees one here.
+//
+// V of a block that no consumer has a use for is not loaded: the loader waits for their choices. Only while blocks
+// count does it load ahead of them, or V would always come late.
 #pragma once
 #include "common/ptx/math.cuh"
 #include "mask.cuh"
+#include "storage.cuh"
 
 namespace fmha {
 
@@ -70,5 +74,25 @@ class Negligible {
   float margin_;  // log2(threshold) / scale
   float limit_[kRowsPerThread];  // running maximum + margin
 };
+
+// A consumer's choice about its next block; one thread of it.
+__device__ __forceinline__ void publish(int consumer, uint32_t made, uint32_t weighing) {
+  ptx::store_shared_v2(ptx::shared_address(&storage().choices[consumer]), make_uint2(made, weighing));
+}
+
+// Whether V of a block has to be loaded. Blocks have numbers, counted over all tiles.
+__device__ __forceinline__ bool has_use(uint32_t number) {
+  for (;;) {
+    bool known = true;
+#pragma unroll
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      const uint2 choices = ptx::load_shared_v2(ptx::shared_address(&storage().choices[consumer]));
+      const int age = static_cast<int>(choices.x - 1 - number);  // negative: not made yet
+      if (choices.y >> max(age, 0) & 1) return true;
+      known = known && age >= 0;
+    }
+    if (known) return false;
+  }
+}
 
 }  // namespace fmha

@@ -23,6 +23,12 @@ struct PendingTile {
   int slot;  // split: of its part; negative: the keys are not divided
 };
 
+// Which key blocks a consumer has a use for, counted over all tiles; for the loader of V (skip.cuh).
+struct alignas(8) Choices {
+  uint32_t made;
+  uint32_t weighing;  // the latest 32, one a bit, the last one lowest
+};
+
 // Blocks that a consumer's rows see.
 struct SkipTally {
   uint32_t left_out;
@@ -53,7 +59,10 @@ struct alignas(1024) Storage {
   Tile tiles[kTileSlots];
   StoreRequest store[kConsumers];
   PendingTile pending[kConsumerWarps];
+
+  Choices choices[kSkipsSoftmax ? kConsumers : 0];
   SkipTally skipped[kSkipsSoftmax ? kConsumers : 0];
+  bool landed[kSkipsSoftmax ? kStagesLanding : 0];  // whether the stage holds values
 };
 
 constexpr int kQBytes = sizeof(Storage::q) / kConsumers;
@@ -106,6 +115,10 @@ __device__ __forceinline__ void init_barriers(Storage& s) {
     ptx::mbarrier_init(s.landing_empty[i], kConverterWarps);
   }
   ptx::mbarrier_init(s.near_end, 1);
+  if constexpr (kSkipsSoftmax) {
+    for (Choices& choices : s.choices) choices = {0, 1};
+    for (SkipTally& tally : s.skipped) tally = {0, 0};
+  }
   ptx::fence_mbarrier_init();
 }
 

@@ -27,6 +27,7 @@ TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 _FP8_TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 3e-3}
 LSE_TOLERANCE = 1e-3
 _FP8_LSE_TOLERANCE = 5e-3
+_HALF_EXPONENTIALS = 3e-2, 1e-2  # of out, of lse
 WORKSPACE_BYTES = 128 << 20
 _GUARD_BYTES = 64 << 10
 _GUARD_PATTERN = 0xA5
@@ -35,11 +36,16 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 
 class Types(NamedTuple):
-    """Element types of query and key, of value, and of out."""
+    """Element types of query and key, of value, and of out; and the arguments that ask for a variant."""
 
     query: torch.dtype
     value: torch.dtype
     out: torch.dtype
+    options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+SKIPPING = {"skip_softmax_threshold_scale_factor": 1e-30}
+"""Nothing is negligible enough: the result is that of the plain kernel."""
 
 
 TYPES = {
@@ -48,6 +54,11 @@ TYPES = {
     "fp8": Types(E4M3, E4M3, torch.bfloat16),
     "fp8 to fp16": Types(E4M3, E4M3, torch.float16),
     "fp8 values": Types(torch.bfloat16, E4M3, torch.bfloat16),
+    "bf16, skipping": Types(torch.bfloat16, torch.bfloat16, torch.bfloat16, SKIPPING),
+    "fp16, skipping": Types(torch.float16, torch.float16, torch.float16, SKIPPING),
+    "fp8, skipping": Types(E4M3, E4M3, torch.bfloat16, SKIPPING),
+    "fp8 to fp16, skipping": Types(E4M3, E4M3, torch.float16, SKIPPING),
+    "fp16 softmax": Types(torch.bfloat16, torch.bfloat16, torch.bfloat16, {"use_fp16_softmax": True}),
 }
 
 
@@ -65,10 +76,14 @@ class Problem:
 
     @property
     def tolerance(self) -> float:
+        if self.options.get("use_fp16_softmax"):
+            return _HALF_EXPONENTIALS[0]
         return (_FP8_TOLERANCE if self.query.dtype == E4M3 else TOLERANCE)[self.out_dtype]
 
     @property
     def lse_tolerance(self) -> float:
+        if self.options.get("use_fp16_softmax"):
+            return _HALF_EXPONENTIALS[1]
         return _FP8_LSE_TOLERANCE if self.query.dtype == E4M3 else LSE_TOLERANCE
 
     @property
@@ -136,7 +151,7 @@ def make_problem(
         value=randn(types.value, total_kv, kv_heads, dims[1]),
         q_lens=list(q_lens),
         kv_lens=list(kv_lens),
-        options={"bmm1_scale": 1 / math.sqrt(dims[0]), **options},
+        options={"bmm1_scale": 1 / math.sqrt(dims[0]), **types.options, **options},
         out_dtype=types.out,
     )
 
@@ -196,6 +211,7 @@ def expect(problem: Problem) -> Results:
     out = poisoned(problem.out_shape, torch.float32, problem.device)
     lse = poisoned(problem.out_shape[:2], torch.float32, problem.device)
     options = {"bmm2_scale": 1.0, "is_causal": False, **problem.options}
+    options.pop("use_fp16_softmax", None)  # the exact result is its reference
     ragged_attention_reference(
         problem.query,
         problem.key,

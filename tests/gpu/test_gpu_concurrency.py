@@ -13,6 +13,7 @@ from cuda.bindings import driver
 from tests.gpu.support import (
     HEAD_DIMS,
     MASKS,
+    TYPES,
     Problem,
     Results,
     arguments,
@@ -104,8 +105,10 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 
 
 def test_eight_threads(device: torch.device) -> None:
-    """Each with its own stream and workspace, and kernels of all head dims in turn."""
+    """Each with its own stream and workspace, and kernels of all head dims and variants in turn."""
     problems = [some_problem(device, seed=n, dims=HEAD_DIMS[n % 3]) for n in range(8)]
+    for problem, types in zip(problems, ("bf16, skipping", "fp16 softmax", "bf16"), strict=False):
+        problem.options.update(TYPES[types].options)
     workspaces = [make_workspace(device, size=16 << 20) for _ in problems]
     expected = [call(p, w) for p, w in zip(problems, workspaces, strict=True)]
     results: list[list[Results]] = [[] for _ in problems]

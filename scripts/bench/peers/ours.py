@@ -27,8 +27,8 @@ class Ours:
         selection = cubin_runtime.explain(**_request(workload))
         return None if selection.row else "no kernel for it yet"
 
-    def bind(self, problem: Problem) -> Call:
-        """The public call, with out and workspace given."""
+    def bind(self, problem: Problem, **options: Any) -> Call:
+        """The public call, with out and workspace given. `options` are further arguments of it."""
         workload = problem.workload
         size = cubin_runtime.workspace_size(
             batch_size=workload.batch,
@@ -62,6 +62,7 @@ class Ours:
                 cum_seq_lens_kv=problem.edges_kv,
                 is_causal=causal,
                 out=out,
+                **options,
             )
             return out
 

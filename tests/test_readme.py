@@ -69,27 +69,43 @@ def head_dims(row: KernelRow) -> str:
     return f"({row.head_dim_qk}, {row.head_dim_v})"
 
 
+def variant_of(row: KernelRow) -> str:
+    names = [
+        name for name, on in (("skip-softmax", row.skips_softmax), ("fp16 softmax", row.fp16_softmax)) if on
+    ]
+    return " with ".join(names) or "none"
+
+
 def test_no_family_is_left_out() -> None:
     assert {row.family for row in all_rows() if has_module(row.family)} == {"fmha_sm90", "fmha_trtllm_gen"}
 
 
 def test_the_support_table_of_hopper_is_the_kernel_table() -> None:
     claimed = {
-        (query, value, out, size, mask)
-        for query, value, outs, dims, masks in table("query, key")
+        (query, value, out, size, mask, variant)
+        for query, value, outs, dims, masks, variants in table("query, key")
         for out in outs.split(", ")
         for size in re.findall(r"\(.*?\)", dims)
         for mask in masks.split(", ")
+        for variant in variants.split(", ")
     }
     rows = launchable("fmha_sm90")
     assert claimed == {
-        (str(row.dtype_q), str(row.dtype_v), str(row.dtype_o), head_dims(row), str(row.mask_type))
+        (
+            str(row.dtype_q),
+            str(row.dtype_v),
+            str(row.dtype_o),
+            head_dims(row),
+            str(row.mask_type),
+            variant_of(row),
+        )
         for row in rows
     }
     for row in rows:
         assert row.dtype_q == row.dtype_k
         assert (row.family, row.arch) == ("fmha_sm90", "sm_90a")
-        assert not any((row.fp16_softmax, row.uses_spcompress, row.skips_softmax, *row.sage_blocks))
+        assert not any((row.uses_spcompress, *row.sage_blocks))
+        assert variant_of(row) == "none" or row.scheduler == "persistent"
 
 
 def test_the_support_table_of_blackwell_is_the_kernel_table() -> None:

@@ -523,6 +523,7 @@ bad = {
     "attention_sinks": dict(attention_sinks=CudaTensor((32,), torch.bfloat16)),
     "bmm1_scale": dict(bmm1_scale=CudaTensor((1,), torch.float64)),
     "bmm2_scale": dict(bmm2_scale=1e39),
+    "skip-softmax": dict(skip_softmax_threshold_scale_factor=1e39),
     "enable_pdl": dict(enable_pdl="yes"),
     "num_elts_per_sage_attn_blk": dict(num_elts_per_sage_attn_blk=7),
     "sage_attn_sfs": dict(sage_attn_sfs=None),

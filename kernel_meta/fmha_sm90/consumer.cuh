@@ -11,6 +11,7 @@
 #include "epilogue.cuh"
 #include "mask.cuh"
 #include "sage.cuh"
+#include "skip.cuh"
 
 namespace fmha {
 
@@ -63,6 +64,7 @@ class Consumer {
       arrive(s.tile_empty[slot.stage]);
     }
     flush_pending();
+    if constexpr (kSkipsSoftmax) report_tally();
     if constexpr (kStagesOutput) dismiss_store_warp();
     if (kTakesTurns && warpgroup_ == 0) wait_for_turn();
   }
@@ -108,9 +110,14 @@ class Consumer {
         kStagesOutput && pending_ && shuffled(mine().token) + params_.tile_tokens <= shuffled(mine().q_len);
     if (kQInRegisters && !staged) release_query();
 
-    const Mask mask(tile, Rows(first_token, tile.q_len, params_), params_.window_left);
+    const Rows rows(first_token, tile.q_len, params_);
+    const Mask mask(tile, rows, params_.window_left);
+    if constexpr (kSkipsSoftmax) {
+      negligible_.begin(rows, params_.skip.factor, tile.kv_len, softmax_.scale);
+      tally_tile(blocks, last);
+    }
     int block = blocks.end - 1;
-    if (kSeamless && pending_) {
+    if (kSeamless && pending_ && has_weights()) {
       first_step<true>(mask, block, last, staged);
     } else {
       first_step<false>(mask, block, last, staged);
@@ -120,15 +127,15 @@ class Consumer {
     // A row may see no key of the first block, and has a reference behind the second.
     const int full_end = kAssumesReference ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
     const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
-    for (--block; block >= max(full_end, last); --block) step<true>(mask, block, last, tile.kv_len);
+    for (--block; block >= max(full_end, last); --block) later_step<true>(mask, block, last, tile.kv_len);
     if constexpr (kAssumesReference) {
       for (bool within = true; within && block >= full_begin; --block) {
         within = step_within_reference(block, last, tile.kv_len);
       }
     }
-    for (; block >= full_begin; --block) step<false>(mask, block, last, tile.kv_len);
+    for (; block >= full_begin; --block) later_step<false>(mask, block, last, tile.kv_len);
     if constexpr (kMask == MaskType::sliding) {
-      for (; block >= last; --block) step<true>(mask, block, last, tile.kv_len);
+      for (; block >= last; --block) later_step<true>(mask, block, last, tile.kv_len);
     }
     pending_valid_rows_ = tile.kv_len - last * kTileKV;
     pending_ = true;
@@ -139,6 +146,8 @@ class Consumer {
   template <bool kPending>
   __device__ __forceinline__ void first_step(const Mask& mask, int block, int last, bool staged) {
     Softmax finished = softmax_;
+    const bool finishes_without_product = kSkipsSoftmax && !kPending && pending_;
+    if constexpr (kSkipsSoftmax) choose(true);
     take_turn();
     issue_logits();
     if constexpr (kPending) issue_output(pending_valid_rows_);
@@ -153,11 +162,24 @@ class Consumer {
       }
     }
     mask.apply(s_, block, softmax_);
+    if constexpr (kSkipsSoftmax) negligible_.raise(BlockMaxima(s_));
     softmax_.first(s_);
     ptx::hold_registers(s_);
     if constexpr (kPending) output_arrived();
+    if (finishes_without_product) pass_values();
     probabilities_to_operand();
-    if constexpr (kPending) finish_tile(finished, staged);
+    if (kPending || finishes_without_product) finish_tile(finished, staged);
+  }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void later_step(const Mask& mask, int block, int last, int kv_len) {
+    if constexpr (!kSkipsSoftmax) {
+      step<kMasked>(mask, block, last, kv_len);
+    } else if (has_weights()) {
+      step_or_skip<kMasked, true>(mask, block, last, kv_len);
+    } else {
+      step_or_skip<kMasked, false>(mask, block, last, kv_len);
+    }
   }
 
   template <bool kMasked>
@@ -205,6 +227,38 @@ class Consumer {
     return within;
   }
 
+  // A step that leaves the block out where it may (skip.cuh). Two bodies instead of a branch around P V, which
+  // would keep the compiler from overlapping products.
+  template <bool kMasked, bool kHasWeights>
+  __device__ __forceinline__ void step_or_skip(const Mask& mask, int block, int last, int kv_len) {
+    take_turn();
+    issue_logits();
+    if constexpr (kHasWeights) issue_output(kv_len - (block + 1) * kTileKV);
+    pass_turn();
+    ptx::wgmma_wait<kHasWeights ? 1 : 0>();
+    logits_arrived(block == last);
+    if constexpr (kMasked) mask.apply(s_, block, softmax_);
+    const BlockMaxima maxima(s_);
+    const bool counts = any_of_warpgroup(negligible_.exceeded_by(maxima));
+    choose(counts);
+    bool moved = false;
+    if (counts) {
+      moved = softmax_.next(s_, maxima.row[0], maxima.row[1]);
+      negligible_.raise(maxima);
+    } else {
+      tally_left_out();
+    }
+    ptx::hold_registers(s_);
+    if constexpr (kHasWeights) {
+      output_arrived();
+    } else {
+      pass_values();
+    }
+    if (!counts) return;
+    probabilities_to_operand();
+    if (moved) rescale_output();
+  }
+
   __device__ __forceinline__ bool any_of_warpgroup(bool condition) const {
     return shuffled(ptx::named_barrier_any(kWarpgroupBarrier + warpgroup_, 128, condition));
   }
@@ -216,9 +270,13 @@ class Consumer {
   // The pending tile without a next block to hide behind. Its rows go out directly: the Q buffer may already hold
   // the next Q.
   __device__ __forceinline__ void flush() {
-    issue_output(pending_valid_rows_);
-    ptx::wgmma_wait<0>();
-    output_arrived();
+    if (has_weights()) {
+      issue_output(pending_valid_rows_);
+      ptx::wgmma_wait<0>();
+      output_arrived();
+    } else {
+      pass_values();
+    }
     finish_tile(softmax_, false);
     pending_ = false;
   }
@@ -325,11 +383,17 @@ class Consumer {
   }
 
   __device__ __forceinline__ void skip_block() {
-    Storage& s = storage();
     take_turn();
     pass_turn();
-    arrive(s.k_empty[k_ring_.stage]);
+    arrive(storage().k_empty[k_ring_.stage]);
     k_ring_.advance();
+    if constexpr (kSkipsSoftmax) choose(false);
+    pass_values();
+  }
+
+  // V of a block that is left out.
+  __device__ __forceinline__ void pass_values() {
+    Storage& s = storage();
     ptx::mbarrier_wait(s.v_full[v_ring_.stage], v_ring_.parity);
     arrive(s.v_empty[v_ring_.stage]);
     v_ring_.advance();
@@ -451,6 +515,38 @@ class Consumer {
     arrive(s.store_full[warpgroup_]);
   }
 
+  // ---- skip-softmax: choices, and statistics in shared memory, since registers are scarce
+
+  __device__ __forceinline__ void choose(bool counts) {
+    ++choices_made_;
+    weighing_ = weighing_ << 1 | counts;
+    if (keeps_tally()) publish(warpgroup_, choices_made_, weighing_);
+  }
+
+  // Whether p_ holds a block's probabilities, whose product is yet to come.
+  __device__ __forceinline__ bool has_weights() const { return !kSkipsSoftmax || weighing_ & 1; }
+
+  __device__ __forceinline__ bool keeps_tally() const { return (threadIdx.x & 127) == 0; }
+
+  // A sliding tile's extra block, which only the other consumer's rows see, is always left out and not counted.
+  __device__ __forceinline__ void tally_tile(const BlockRange& blocks, int last) const {
+    if (!keeps_tally()) return;
+    SkipTally& tally = storage().skipped[warpgroup_];
+    tally.all += blocks.end - blocks.begin;
+    tally.left_out -= blocks.begin - last;
+  }
+
+  __device__ __forceinline__ void tally_left_out() const {
+    if (keeps_tally()) ++storage().skipped[warpgroup_].left_out;
+  }
+
+  __device__ __forceinline__ void report_tally() const {
+    if (!keeps_tally() || params_.skip.counts == nullptr) return;
+    const SkipTally& tally = storage().skipped[warpgroup_];
+    atomicAdd(&params_.skip.counts[0], static_cast<unsigned long long>(tally.left_out));
+    atomicAdd(&params_.skip.counts[1], static_cast<unsigned long long>(tally.all));
+  }
+
   // ---- small things
 
   // One arrival per warp, behind everything that its lanes did.
@@ -472,6 +568,8 @@ class Consumer {
   const Params& params_;
   const int warpgroup_, warp_, lane_;
   Softmax softmax_;
+  Negligible negligible_;
+  uint32_t choices_made_ = 0, weighing_ = 1;  // as in Choices
   const bool negative_scale_;
   const float bmm1_scale_;
   const float bmm2_scale_;

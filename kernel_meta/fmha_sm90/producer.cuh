@@ -1,4 +1,4 @@
-// The producer warpgroup: one warp loads K and V, one schedules and loads Q; the others convert values of 8 bits, or
+// The producer warpgroup: one warp loads K and V, one schedules and loads Q; the others prepare values of 8 bits, or
 // store the outputs, one per consumer.
 #pragma once
 #include "common/ptx/grid.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
   // Divided keys are read by few blocks at about the same time, others again and again.
   const uint64_t policy = kSplit ? ptx::l2_policy_evict_first() : ptx::l2_policy_evict_last();
   Ring<kStagesK> k_ring;
-  Ring<kConvertsValues ? kStagesLanding : kStagesV> v_ring;
+  Ring<kPreparesValues ? kStagesLanding : kStagesV> v_ring;
   Ring<kTileSlots> slot;
 
   for (;; slot.advance()) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
     };
     auto load_k = [&](int block) { load(s.k, params.key_map, s.k_full, s.k_empty, k_ring, block); };
     auto load_v = [&](int block) {
-      if constexpr (kConvertsValues) {
+      if constexpr (kPreparesValues) {
         load(s.landing, params.value_map, s.landing_full, s.landing_empty, v_ring, block);
       } else {
         load(s.v, params.value_map, s.v_full, s.v_empty, v_ring, block);
@@ -138,8 +138,8 @@ __device__ __forceinline__ void run_producer(const Params& params) {
     if (leader) load_keys_and_values(params);
   } else if (warp == 1) {
     schedule_and_load_queries(params);
-  } else if constexpr (kConvertsValues) {
-    convert_values(params, warp - 2);
+  } else if constexpr (kPreparesValues) {
+    prepare_values(params, warp - 2);
   } else if (kStagesOutput && warp - 2 < kConsumers && leader) {
     store_outputs(params, warp - 2);
   }

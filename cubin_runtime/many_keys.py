@@ -7,7 +7,7 @@ import msgspec
 from cubin_runtime.request import KernelRequest
 
 MANY_KEYS = 2048
-"""From so many keys on, the faster product outweighs what its kernels pay at the ends of a tile."""
+"""Below, 8 bits of the probabilities instead of 16 gain no more than 3 % of the speed."""
 
 
 def many_keys(request: KernelRequest) -> bool:

@@ -8,7 +8,7 @@
 
 namespace fmha {
 
-constexpr int kBlocksInAccumulator = 8;
+constexpr int kBlocksInAccumulator = 4;
 
 class LongSum {
  public:

@@ -21,10 +21,11 @@ from cubin_runtime import empty_rows, torch_ops
 from cubin_runtime.arguments import DTYPES, Call
 from cubin_runtime.families import Arguments, PreparedCall, Problem, TensorLayout, family
 from cubin_runtime.few_rows import few_rows
+from cubin_runtime.many_keys import without_lengths
 from cubin_runtime.module import device_info, load, on_unload
 from cubin_runtime.recent import Recent
 from cubin_runtime.reference import ragged_attention_reference
-from cubin_runtime.request import SAGE_OFF, KernelRequest
+from cubin_runtime.request import SAGE_OFF, KernelRequest, MaskType
 from cubin_runtime.selection import select
 from cubin_runtime.settings import logger, settings
 from cubin_runtime.streams import current_stream as _current_stream
@@ -39,7 +40,6 @@ _PDL_CAPABILITY = (9, 0)
 _MAX_PREPARED = 512
 _NUMBER = (float, int)
 _NO_SCALES = (0, 0, 0, 0)
-_MANY_ROWS: dict[str, Any] = {"batch_size": None, "max_q_len": None, "total_q": None, "max_kv_len": None}
 _read_by_dynamo = torch.compiler.is_dynamo_compiling
 
 _prepared: dict[Hashable, PreparedCall] = {}
@@ -365,8 +365,8 @@ def _first_call(call: Call) -> Result:
 
 def _prepare(call: Call) -> PreparedCall:
     request = _request(call)
-    # Selection looks at these for few query rows only; an engine has new ones in every step.
-    row = _choose(request if few_rows(request) else msgspec.structs.replace(request, **_MANY_ROWS))
+    # An engine has new lengths in every step.
+    row = _choose(request if few_rows(request) else without_lengths(request))
     problem = _problem(call, request)
     implementation = family(row.family)
     device = call.query.get_device()
@@ -389,6 +389,7 @@ def _choose(request: KernelRequest) -> KernelRow:
 def _request(call: Call) -> KernelRequest:
     device = device_info(call.query.get_device())
     blocks: Any = tuple(call.num_elts_per_sage_attn_blk)
+    mask_type = checks.mask_type(call.is_causal, call.window_left, call.max_kv_len)
     return KernelRequest(
         capability=device.capability,
         max_shared_memory=device.max_shared_memory,
@@ -401,7 +402,7 @@ def _request(call: Call) -> KernelRequest:
         head_dim_v=call.value.shape[2],
         num_heads_q=call.query.shape[1],
         num_heads_kv=call.key.shape[1],
-        mask_type=checks.mask_type(call.is_causal, call.window_left, call.max_kv_len),
+        mask_type=mask_type,
         use_fp16_softmax=bool(call.use_fp16_softmax),
         uses_spcompress=bool(call.uses_spcompress),
         skips_softmax=checks.skips_softmax(call.skip_softmax_threshold_scale_factor),
@@ -409,7 +410,7 @@ def _request(call: Call) -> KernelRequest:
         batch_size=call.batch_size,
         max_q_len=call.max_q_len,
         total_q=call.query.shape[0],
-        max_kv_len=call.max_kv_len,
+        max_kv_len=call.window_left + 1 if mask_type is MaskType.SLIDING else call.max_kv_len,
         sm_count=device.sm_count,
     )
 

@@ -61,7 +61,8 @@ def make_request(
     sage_blocks tokens per scale of q, k, p, v
     batch_size, max_q_len   number of sequences, and of the longest one's queries; both given, kernels for few
                 query rows are considered (few_rows.few_rows)
-    total_q, max_kv_len     queries of all sequences, and keys of the longest one; default: as many as can be
+    total_q, max_kv_len     queries of all sequences, and keys of the longest one or of a window; default: as
+                many as can be. Many keys, and kernels for them are considered (many_keys.many_keys)
 
     Raises InvalidArgumentError for a value that has no meaning.
     """

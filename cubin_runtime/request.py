@@ -165,8 +165,8 @@ class KernelRequest(msgspec.Struct, frozen=True, kw_only=True):
     skips_softmax         tiles of negligible weight may be left out
     sage_blocks           tokens per scale of q, k, p, v; all zero = no Sage scales
     batch_size, max_q_len number of sequences and the longest one's queries; None = many
-    total_q, max_kv_len   queries of all sequences (None = batch_size times max_q_len) and the longest one's
-                          keys (None = many); of interest with those two only
+    total_q               queries of all sequences; None = batch_size times max_q_len
+    max_kv_len            most keys that a query can see: the longest sequence's, or a window's; None = many
     sm_count              the device's multiprocessors; None = 132, what the largest Hopper parts have
     max_shared_memory     the device's opt-in limit in bytes; None = what the capability documents
     """

@@ -13,6 +13,7 @@ import msgspec
 
 from cubin_runtime.errors import InvalidArgumentError, NoKernelError
 from cubin_runtime.few_rows import few_rows
+from cubin_runtime.many_keys import MANY_KEYS, many_keys
 from cubin_runtime.request import SAGE_ANY, SAGE_OFF, SAGE_TOKENS, Architecture, Capability, KernelRequest
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def select(
     rows    candidates; default: every table in the package. Among rows that fit, code for exactly this
             device (sm_103a) beats code for its family (sm_100f), which beats portable code (a higher
             minor first); then a kernel made for few query rows, then a persistent one, then a static one;
-            then the first in the tables wins.
+            then one made for many keys; then the first in the tables wins.
     blocked names of rows that must not be chosen, with the reason; default: none of `rows`, and of the
             package's tables those on the user's block list
 
@@ -270,6 +271,9 @@ def _arch_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]
 
 
 def _work_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
+    if row.e4m3_p and not many_keys(request):
+        message = f"e4m3_p: this kernel is for {MANY_KEYS} keys and more, the call has {request.max_kv_len}"
+        yield Mismatch("e4m3_p", "few keys", "on, for many keys", message)
     if row.scheduler != "split":
         return
     wanted = few_rows(request)
@@ -309,8 +313,8 @@ def _specificity(row: KernelRow) -> tuple[int, Capability]:
     return _FAMILY_OF_SUFFIX[arch.suffix], arch.capability
 
 
-def _preference(row: KernelRow) -> tuple[tuple[int, Capability], int]:
-    return _specificity(row), _RANK_OF_SCHEDULER[row.scheduler]
+def _preference(row: KernelRow) -> tuple[tuple[int, Capability], int, bool]:
+    return _specificity(row), _RANK_OF_SCHEDULER[row.scheduler], row.e4m3_p
 
 
 def _why_chosen(request: KernelRequest, accepted: list[KernelRow]) -> str:
@@ -328,7 +332,10 @@ def _why_chosen(request: KernelRequest, accepted: list[KernelRow]) -> str:
     if beaten:
         reasons.append(f"its target {winner.arch} is closer to the device than {', '.join(beaten)}")
     if _specificity(winner) == _specificity(others[0]):
-        reasons.append("persistent blocks are preferred to static ones")
+        if winner.scheduler != others[0].scheduler:
+            reasons.append("persistent blocks are preferred to static ones")
+        else:
+            reasons.append(f"it is made for {MANY_KEYS} keys and more")
     return " and ".join(reasons)
 
 

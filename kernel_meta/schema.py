@@ -66,6 +66,8 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fp16_softmax: bool = False
     uses_spcompress: bool = False
     skips_softmax: bool = False
+    e4m3_p: bool = False
+    """P and V are of 8 bits in their product, too; for many keys: see cubin_runtime/many_keys.py."""
     sage_blocks: tuple[int, int, int, int] | Literal["any"] = SAGE_OFF
 
     abi: str
@@ -122,8 +124,8 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         q, k, p, v = blocks
         return q in SAGE_TOKENS and k in SAGE_TOKENS and (p, v) == (0, 1)
 
-    def _flags(self) -> tuple[bool, bool, bool]:
-        return (self.fp16_softmax, self.uses_spcompress, self.skips_softmax)
+    def _flags(self) -> tuple[bool, ...]:
+        return (self.fp16_softmax, self.uses_spcompress, self.skips_softmax, self.e4m3_p)
 
     def __post_init__(self) -> None:
         Architecture.parse(self.arch)
@@ -165,13 +167,14 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Architecture.parse(self.arch)
 
 
-_FLAGS = ("fp16softmax", "spcompress", "skipsoftmax")
+_FLAGS = ("fp16softmax", "spcompress", "skipsoftmax", "e4m3p")
 
 _NAME = re.compile(
     r"(?P<family>[a-z][a-z0-9_]*?)_sm(?P<arch>\d+[af]?)"
     r"_(?P<q>[a-z0-9]+)_(?P<k>[a-z0-9]+)_(?P<v>[a-z0-9]+)_(?P<o>[a-z0-9]+)"
     r"_h(?P<qk>\d+)x(?P<dv>\d+)_(?P<mask>[a-z]+)_t(?P<tq>\d+)x(?P<tkv>\d+)_(?P<scheduler>[a-z]+)"
     r"(?P<fp16softmax>_fp16softmax)?(?P<spcompress>_spcompress)?(?P<skipsoftmax>_skipsoftmax)?"
+    r"(?P<e4m3p>_e4m3p)?"
     r"(?P<sage>_sage(?P<blocks>\d+x\d+x\d+x\d+)?)?"
 )
 
@@ -198,6 +201,7 @@ def parse_name(name: str) -> dict[str, object]:
             "fp16_softmax": m["fp16softmax"] is not None,
             "uses_spcompress": m["spcompress"] is not None,
             "skips_softmax": m["skipsoftmax"] is not None,
+            "e4m3_p": m["e4m3p"] is not None,
             "sage_blocks": _sage_blocks(m["sage"], m["blocks"]),
         }
     except ValueError as error:

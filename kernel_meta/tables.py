@@ -39,6 +39,7 @@ SELECTION_COLUMNS = (
     "fp16_softmax",
     "uses_spcompress",
     "skips_softmax",
+    "e4m3_p",
     "sage_blocks",
 )
 

@@ -60,6 +60,7 @@ MACROS: dict[str, Callable[[KernelRow], object]] = {
     "USES_SPCOMPRESS": lambda row: int(row.uses_spcompress),
     "SKIPS_SOFTMAX": lambda row: int(row.skips_softmax),
     "USES_SAGE": lambda row: int(row.sage_blocks != SAGE_OFF),
+    "E4M3_P": lambda row: int(row.e4m3_p),
 }
 
 

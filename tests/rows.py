@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from cubin_runtime.many_keys import MANY_KEYS
 from cubin_runtime.request import SAGE_ANY, SAGE_OFF, Capability, DType, KernelRequest, MaskType
 from kernel_meta.schema import KernelRow, Resources, Scheduler
 
@@ -64,6 +65,7 @@ def kernel_rows(draw: st.DrawFn) -> KernelRow:
         fp16_softmax=draw(st.booleans()),
         uses_spcompress=draw(st.booleans()),
         skips_softmax=draw(st.booleans()),
+        e4m3_p=draw(st.booleans()),
         sage_blocks=draw(st.sampled_from((*SAGE_BLOCKS, SAGE_ANY))),
         resources=draw(st.sampled_from([None, RESOURCES])),
     )
@@ -84,6 +86,7 @@ def kernel_requests(draw: st.DrawFn, capabilities: Sequence[Capability] = CAPABI
         uses_spcompress=draw(st.booleans()),
         skips_softmax=draw(st.booleans()),
         sage_blocks=draw(st.sampled_from(SAGE_BLOCKS)),
+        max_kv_len=draw(st.sampled_from([None, MANY_KEYS - 1, MANY_KEYS])),
         max_shared_memory=draw(st.sampled_from([None, 100_000, 232_448])),
     )
 

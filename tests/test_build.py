@@ -88,16 +88,18 @@ def test_flags_of_a_row() -> None:
         *("-DTILE_Q=128", "-DTILE_KV=128", "-DSTAGES_K=2", "-DSTAGES_V=3"),
         *("-DSCHEDULER=Scheduler::persistent", "-DBLOCKS_PER_SM=1"),
         *("-DFP16_SOFTMAX=0", "-DUSES_SPCOMPRESS=0", "-DSKIPS_SOFTMAX=0", "-DUSES_SAGE=0"),
+        "-DE4M3_P=0",
     ]
 
 
 def test_variants_are_flags() -> None:
     plain = set(build_cubins.flags(make_row(entry="k")))
-    variant = make_row(entry="k", fp16_softmax=True, uses_spcompress=True, skips_softmax=True)
+    variant = make_row(entry="k", fp16_softmax=True, uses_spcompress=True, skips_softmax=True, e4m3_p=True)
     assert set(build_cubins.flags(variant)) - plain == {
         "-DFP16_SOFTMAX=1",
         "-DUSES_SPCOMPRESS=1",
         "-DSKIPS_SOFTMAX=1",
+        "-DE4M3_P=1",
     }
     for blocks in ((1, 16, 0, 1), SAGE_ANY):
         sage = make_row(entry="k", sage_blocks=blocks)

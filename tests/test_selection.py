@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cubin_runtime.errors import InvalidArgumentError, NoKernelError
+from cubin_runtime.many_keys import MANY_KEYS, without_lengths
 from cubin_runtime.request import SAGE_ANY, SAGE_OFF, Architecture, Capability, DType, KernelRequest, MaskType
 from cubin_runtime.selection import FAMILIES, Selection, select
 from kernel_meta.schema import KernelRow, Resources, Scheduler
@@ -51,6 +52,7 @@ def answers(request: KernelRequest, row: KernelRow) -> bool:
         and row.skips_softmax == request.skips_softmax
         and row.sage_blocks
         in (request.sage_blocks, SAGE_OFF if request.sage_blocks == SAGE_OFF else SAGE_ANY)
+        and (not row.e4m3_p or request.max_kv_len is None or request.max_kv_len >= MANY_KEYS)
         and row.resources is not None
         and (limit is None or row.resources.shared_memory + row.resources.static_shared_memory <= limit)
     )
@@ -66,6 +68,7 @@ CHANGES: dict[str, st.SearchStrategy[Any]] = {
     "fp16_softmax": st.booleans(),
     "uses_spcompress": st.booleans(),
     "skips_softmax": st.booleans(),
+    "e4m3_p": st.booleans(),
     "sage_blocks": st.sampled_from([SAGE_OFF, (1, 16, 0, 1), SAGE_ANY]),
     "resources": st.sampled_from([None, RESOURCES]),
 }
@@ -396,6 +399,32 @@ def test_persistent_kernels_are_preferred_to_static_ones() -> None:
         assert selection.reason == "persistent blocks are preferred to static ones"
     portable = make_row(arch="sm_90", scheduler=Scheduler.PERSISTENT)
     assert select(make_request(), [portable, static]).row is static  # the target counts first
+
+
+@pytest.mark.parametrize("max_kv_len", [None, MANY_KEYS, 2**31 - 1])
+def test_many_keys_get_the_product_of_8_bits(max_kv_len: int | None) -> None:
+    rows = [make_row(), make_row(e4m3_p=True)]
+    for order in (rows, rows[::-1]):
+        selection = select(make_request(max_kv_len=max_kv_len), order)
+        assert selection.row is rows[1]
+        assert selection.reason == f"it is made for {MANY_KEYS} keys and more"
+        assert f"also fit: {rows[0].name}" in selection.explain()
+
+
+def test_few_keys_keep_more_bits_of_the_probabilities() -> None:
+    plain, for_many = make_row(), make_row(e4m3_p=True)
+    selection = select(make_request(max_kv_len=MANY_KEYS - 1), [for_many, plain])
+    assert selection.row is plain
+    why_not = f"this kernel is for {MANY_KEYS} keys and more, the call has {MANY_KEYS - 1}"
+    assert why_not in selection.explain()
+    split = make_row(scheduler=Scheduler.SPLIT, tile_q=64)  # few query rows count first
+    few = make_request(batch_size=1, max_q_len=1, max_kv_len=MANY_KEYS)
+    assert select(few, [for_many, plain, split]).row is split
+
+
+@given(kernel_requests(), st.lists(kernel_rows(), max_size=8))
+def test_lengths_that_decide_nothing_can_be_left_out(request_: KernelRequest, rows: list[KernelRow]) -> None:
+    assert select(without_lengths(request_), rows).row is select(request_, rows).row
 
 
 TRTLLM_GEN = load_table(TABLES_DIR / "fmha_trtllm_gen" / "table.yaml")

@@ -43,7 +43,7 @@ def explain(
         typer.Option(min=1, help="Queries of all sequences (default: as many as can be)."),
     ] = None,
     max_kv_len: Annotated[
-        int | None, typer.Option(min=1, help="Keys of the longest sequence (default: many).")
+        int | None, typer.Option(min=1, help="Keys of the longest sequence, or of a window (default: many).")
     ] = None,
     backend: options.Backend = "trtllm-gen",
     limit: Annotated[int, typer.Option(min=0, help="Kernels that do not fit to show, nearest first.")] = 3,

@@ -125,8 +125,9 @@ class FmhaSm90Call:
         packed = (tiling.tile_tokens, tiling.tile_heads)
         query_box = (*packed, 1 if row.scheduler is Scheduler.SPLIT else _WHOLE_ROWS)
         keys = (row.tile_kv, 1, _WHOLE_ROWS)
-        # Values of 8 bits do not go to the matrix unit as they land (values.cuh).
-        value_swizzle: Literal[0, 128] = 0 if row.dtype_v.bytes == 1 else 128
+        # Values that are converted do not go to the matrix unit as they land (values.cuh).
+        converts = row.dtype_v.bytes == 1 and not row.e4m3_p
+        value_swizzle: Literal[0, 128] = 0 if converts else 128
         self._query = _Maps(_spans("query", problem.query, query_box), context)
         self._key = _Maps(_spans("key", problem.key, keys), context)
         self._value = _Maps(_spans("value", problem.value, keys, value_swizzle), context)

@@ -25,6 +25,7 @@ constexpr bool kFp16Softmax = FP16_SOFTMAX;
 constexpr bool kCompressesKeys = USES_SPCOMPRESS;
 constexpr bool kSkipsSoftmax = SKIPS_SOFTMAX;
 constexpr bool kSage = USES_SAGE;
+constexpr bool kE4m3P = E4M3_P;
 
 // Few query rows and long keys: the keys of a tile may be divided among blocks that leave partial results.
 constexpr bool kSplit = SCHEDULER == Scheduler::split;
@@ -35,10 +36,13 @@ static_assert(DTYPE_K == kQueryType, "Q and K are the operands of one product");
 static_assert(ptx::kElementBytes<kOutType> == 2);
 static_assert(kQueryType != DType::int8 || kSage, "int8 means nothing without scales");
 
-// Values of 8 bits are converted on their way to the product (values.cuh).
-constexpr bool kConvertsValues = ptx::kElementBytes<kValueType> == 1;
-constexpr DType kProductType = kConvertsValues ? DType::fp16 : kValueType;
-static_assert(!kSage || (kConvertsValues && !kSplit), "scales go with values of 8 bits, and into no partial result");
+// Values of 8 bits are converted to fp16 on their way to the product (values.cuh), or transposed for a product of
+// 8-bit elements (transpose.cuh). Either way they land elsewhere first.
+constexpr bool kPreparesValues = ptx::kElementBytes<kValueType> == 1;
+constexpr bool kTransposesValues = kE4m3P;
+constexpr DType kProductType = kPreparesValues && !kTransposesValues ? DType::fp16 : kValueType;
+static_assert(!kE4m3P || (kValueType == DType::e4m3 && kQueryType == DType::e4m3 && !kSplit));
+static_assert(!kSage || (kPreparesValues && !kSplit), "scales go with values of 8 bits, and into no partial result");
 
 // Tiles lie in shared memory as [chunk][row][span]: a row of a chunk is one span of the swizzle. Q and K have the
 // widest span that their rows are whole multiples of.
@@ -56,9 +60,10 @@ static_assert(kHeadDimV % kChunk == 0, "rows of V are whole spans");
 // Where half of the tensor work leaves the softmax on the critical path, it looks for a row's maximum only when it has
 // to (softmax.cuh). There are no registers for it beside 128 accumulators of O.
 // Nor is there a use for it where every block's maximum decides whether the block counts (skip.cuh).
-constexpr bool kAssumesReference = kConvertsValues && kHeadDimV <= 128 && !kSkipsSoftmax;
+constexpr bool kAssumesReference = kPreparesValues && kHeadDimV <= 128 && !kSkipsSoftmax;
 
 constexpr int kStepBytes = 32;  // of a row of Q or K: the K of one instruction
+constexpr int kStepKeys = kStepBytes / ptx::kElementBytes<kProductType>;  // of P V
 
 constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup: the M of wgmma
 constexpr int kConsumers = kTileQ / kWarpgroupRows;
@@ -66,19 +71,21 @@ static_assert(kConsumers == 1 || kConsumers == 2, "two consumers take turns, one
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = 128 * (kConsumers + 1);
 
-static_assert(kTileKV % 16 == 0, "a chunk of K or V starts on a swizzle atom, and P V takes 16 keys at a time");
+static_assert(kTileKV % 16 == 0 && kTileKV % kStepKeys == 0,
+              "a chunk of K or V starts on a swizzle atom, and P V takes so many keys at a time");
 
 // Chunks that one copy of Q moves. Rows that do not fill a chunk's 64 (split only) would shift the next chunk.
 constexpr int kQueryBoxChunks = kSplit ? 1 : kChunksQK;
 
 // Q in registers halves what a product reads from shared memory, and frees Q's for the output. It does not fit beside
-// 128 accumulators of O, nor into the registers of one block of several; and 48 registers of it leave none for parts,
-// nor for the warps that convert values.
-constexpr bool kQFits = kRowBytesQK <= 256 || (!kSplit && !kConvertsValues);
-constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1 && kQFits;
+// 128 accumulators of O, nor beside as much of O inside and outside of the accumulator (long_sum.cuh), nor into the
+// registers of one block of several; and 48 registers of it leave none for parts, nor for the warps that convert
+// values.
+constexpr bool kQFits = kRowBytesQK <= 256 || (!kSplit && !kPreparesValues);
+constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1 && kQFits && !kE4m3P;
 
-// The warps that would store staged output convert values, where there are any to convert.
-constexpr bool kStagesOutput = kQInRegisters && !kSplit && !kConvertsValues;
+// The warps that would store staged output prepare values, where there are any to prepare.
+constexpr bool kStagesOutput = kQInRegisters && !kSplit && !kPreparesValues;
 
 // A multiprocessor has 65,536 registers; setmaxnreg takes multiples of 8. With 48 registers of Q two consumers need
 // the last eight, and the scheduler warp spills a little instead, off every critical path.

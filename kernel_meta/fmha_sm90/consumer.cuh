@@ -5,10 +5,12 @@
 // finished tile is written after that block's softmax. Until then it is `pending`. A single consumer (split, small
 // tiles) has about one tile, and finishes it at once.
 //
-// Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs under the other's.
+// Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs under the other's. Where
+// both products are of 8-bit elements, they are too short for that.
 #pragma once
 #include "common/ptx/grid.cuh"
 #include "epilogue.cuh"
+#include "long_sum.cuh"
 #include "mask.cuh"
 #include "sage.cuh"
 #include "skip.cuh"
@@ -16,10 +18,12 @@
 namespace fmha {
 
 constexpr bool kSeamless = kConsumers == 2;
-constexpr bool kTakesTurns = kConsumers == 2;
+constexpr bool kTakesTurns = kConsumers == 2 && !kE4m3P;
 constexpr int kTurnBarrier = 1;         // + warpgroup: it may issue its products
 constexpr int kWarpgroupBarrier = 3;    // + warpgroup: its 128 threads
 constexpr int kConsumerThreads = 128 * kConsumers;
+
+constexpr ptx::Major kMajorV = kTransposesValues ? ptx::Major::K : ptx::Major::MN;
 
 // Where Q K^T accumulates: in the logits themselves, if they are floats.
 template <class Products>
@@ -123,7 +127,7 @@ class Consumer {
       first_step<false>(mask, block, last, staged);
     }
     remember(shared, first_token);
-    clear(o_);
+    start_output();
     // A row may see no key of the first block, and has a reference behind the second.
     const int full_end = kAssumesReference ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
     const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
@@ -192,11 +196,13 @@ class Consumer {
     complete_logits();
     logits_arrived(block == last);
     if constexpr (kMasked) mask.apply(s_, block, softmax_);
-    const bool moved = softmax_.next(s_);
+    // Where p has few bits, and the maximum is not looked for later, the reference starts as the exact one.
+    const bool moved = kE4m3P && kMasked ? softmax_.next_exact(s_) : softmax_.next(s_);
     ptx::hold_registers(s_);
     output_arrived();
     probabilities_to_operand();
     if (moved) rescale_output();
+    output_added();
   }
 
   // A block that all rows see whole. Returns false where a row outgrew its reference: then the logits are made again,
@@ -224,6 +230,7 @@ class Consumer {
     logits_arrived(block == last);
     probabilities_to_operand();
     if (moved) rescale_output();
+    output_added();
     return within;
   }
 
@@ -331,19 +338,28 @@ class Consumer {
   __device__ __forceinline__ void issue_output(int valid_rows) {
     Storage& s = storage();
     ptx::mbarrier_wait(s.v_full[v_ring_.stage], v_ring_.parity);
-    if (!kConvertsValues && valid_rows < kTileKV) clear_foreign_values(valid_rows);
-    const uint64_t v = ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(s.v[v_ring_.stage]), kTileKV * kRowBytes);
+    if (!kPreparesValues && valid_rows < kTileKV) clear_foreign_values(valid_rows);
     ptx::hold_registers(o_);
     ptx::hold_registers(p_);
     ptx::wgmma_fence();
+    const uint32_t values = ptx::shared_address(s.v[v_ring_.stage]);
+    const uint64_t v = kTransposesValues ? ptx::matrix_descriptor<kStepBytes>(values, 0)
+                                         : ptx::matrix_descriptor<kRowBytes>(values, kTileKV * kRowBytes);
 #pragma unroll
-    for (int i = 0; i < kTileKV / 16; ++i) {
+    for (int i = 0; i < kTileKV / kStepKeys; ++i) {
 #pragma unroll
       for (int column = 0; column < kHeadDimV; column += kProductN) {
         using Columns = float[kProductN / 2];
-        ptx::Wgmma<kProductType, kProductN>::template rs<ptx::Major::MN, true>(
-            reinterpret_cast<Columns&>(o_[column / 2]), p_[4 * i], p_[4 * i + 1], p_[4 * i + 2], p_[4 * i + 3],
-            ptx::advance_descriptor(v, i * 16 * kRowBytes + column / kChunk * (kTileKV * kRowBytes)));
+        using Product = ptx::Wgmma<kProductType, kProductN>;
+        Columns& o = reinterpret_cast<Columns&>(o_[column / 2]);
+        const uint32_t* p = p_ + 4 * i;
+        if constexpr (kTransposesValues) {
+          const uint64_t b = ptx::advance_descriptor(v, i * kHeadDimV * kStepBytes);
+          Product::template rs<kMajorV>(o, p[0], p[1], p[2], p[3], b, i != 0 || long_sum_.accumulates());
+        } else {
+          const uint64_t b = ptx::advance_descriptor(v, i * 16 * kRowBytes + column / kChunk * (kTileKV * kRowBytes));
+          Product::template rs<kMajorV, true>(o, p[0], p[1], p[2], p[3], b);
+        }
       }
     }
     ptx::wgmma_commit();
@@ -399,15 +415,36 @@ class Consumer {
     v_ring_.advance();
   }
 
-  // The accumulator layout of two neighbouring 8-column groups is the A operand layout of 16 columns.
+  // The accumulator layout of two neighbouring 8-column groups is the A operand layout of 16 columns of 16 bits; with
+  // the keys in the order of transpose.cuh, that of four groups is the layout of 32 columns of 8 bits.
   __device__ __forceinline__ void probabilities_to_operand() {
 #pragma unroll
-    for (int i = 0; i < kTileKV / 4; ++i) p_[i] = pack<kProductType>(s_[2 * i], s_[2 * i + 1]);
+    for (int i = 0; i < kPWords; ++i) {
+      if constexpr (kE4m3P) {
+        const float* s = s_ + 8 * (i / 2) + 2 * (i % 2);
+        p_[i] = ptx::pack_e4m3x4(s[0], s[1], s[4], s[5]);
+      } else {
+        p_[i] = pack<kProductType>(s_[2 * i], s_[2 * i + 1]);
+      }
+    }
   }
 
   __device__ __forceinline__ void rescale_output() {
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) o_[i] *= softmax_.correction[(i / 2) % 2];
+    if constexpr (kE4m3P) long_sum_.rescale(softmax_.correction);
+  }
+
+  __device__ __forceinline__ void start_output() {
+    if constexpr (kE4m3P) {
+      long_sum_.clear();
+    } else {
+      clear(o_);
+    }
+  }
+
+  __device__ __forceinline__ void output_added() {
+    if constexpr (kE4m3P) long_sum_.block_added(o_);
   }
 
   // ---- query
@@ -472,6 +509,7 @@ class Consumer {
   __device__ __forceinline__ void finish_tile(Softmax& softmax, bool staged) {
     const PendingTile tile = mine();
     const Rows rows(tile.token, tile.q_len, params_);
+    if constexpr (kE4m3P) long_sum_.finish(o_);
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) softmax.l[r] = quad_sum(softmax.l[r]);
     if constexpr (kSplit) {
@@ -485,7 +523,7 @@ class Consumer {
     for (int r = 0; r < kRowsPerThread; ++r) {
       const float* sinks = params_.attention_sinks;
       const float* sink = sinks == nullptr || !rows.valid[r] ? nullptr : sinks + tile.head + rows.head[r];
-      const RowResult result = finish_row(softmax.scale * softmax.m[r], softmax.l[r], sink);
+      const RowResult result = finish_row(softmax.scale * softmax.m[r] - kTop, softmax.l[r], sink);
       factor[r] = result.factor * bmm2_scale_;
       lse[r] = result.lse;
     }
@@ -503,6 +541,7 @@ class Consumer {
 
   __device__ __forceinline__ void finish_without_keys(const Tile& shared, int first_token) {
     remember(shared, first_token);
+    start_output();
     clear(o_);
     softmax_.clear();
     finish_tile(softmax_, false);
@@ -578,7 +617,9 @@ class Consumer {
   Logits s_;
   LogitProducts<ptx::Wgmma<kQueryType, kTileKV>::Accumulators> products_;
   Output o_;
-  uint32_t p_[kTileKV / 4];
+  LongSum long_sum_;
+  static constexpr int kPWords = kTileKV * ptx::kElementBytes<kProductType> / 8;
+  uint32_t p_[kPWords];
   uint32_t q_[kQInRegisters ? kRowBytesQK / 8 : 1];
 
   Ring<kStagesK> k_ring_;

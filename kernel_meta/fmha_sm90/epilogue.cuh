@@ -30,13 +30,30 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
   (odd ? w[2] : w[3]) = d;
 }
 
+// A row in the column order of transpose.cuh.
+__device__ __forceinline__ void store_row_of_transposed(uint16_t* out, const Output& o, int r, float factor) {
+  out += 4 * (threadIdx.x & 3);
+#pragma unroll
+  for (int group = 0; group < kHeadDimV / 16; ++group) {
+    const float* even = &o[8 * group + 2 * r];
+    const float* odd = even + 4;
+    *reinterpret_cast<uint2*>(out + 16 * group) = make_uint2(pack<kOutType>(even[0] * factor, odd[0] * factor),
+                                                             pack<kOutType>(even[1] * factor, odd[1] * factor));
+  }
+}
+
 // A thread's rows, each written only if it belongs to the sequence. All lanes of the warp take part.
 __device__ __forceinline__ void store_rows(const Params& params, const PendingTile& tile, const Rows& rows,
                                            const Output& o, const float (&factor)[kRowsPerThread]) {
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     uint16_t* out = static_cast<uint16_t*>(params.out) + (tile.q_start + rows.token[r]) * params.out_stride_token +
-                    (tile.head + rows.head[r]) * params.out_stride_head + 8 * (threadIdx.x & 3);
+                    (tile.head + rows.head[r]) * params.out_stride_head;
+    if constexpr (kTransposesValues) {
+      if (rows.valid[r]) store_row_of_transposed(out, o, r, factor[r]);
+      continue;
+    }
+    out += 8 * (threadIdx.x & 3);
 #pragma unroll
     for (int group = 0; group < kHeadDimV / 32; ++group) {
       uint32_t words[4];

@@ -28,7 +28,7 @@ struct SkipSoftmax {
 
 struct Params {
   // (elements of a span, tokens, heads, spans of a row). A span has 128 bytes, or 64 where rows are no multiple of 128,
-  // and as wide a swizzle; values of 8 bits have none.
+  // and as wide a swizzle; values that are converted have none.
   ptx::TensorMap query_map;  // box (span, tile_tokens, tile_heads, kQueryBoxChunks)
   ptx::TensorMap key_map;    // box (span, kTileKV, 1, spans)
   ptx::TensorMap value_map;  // box (span, kTileKV, 1, spans)

@@ -1,4 +1,4 @@
-// The producer warpgroup: one warp loads K and V, one schedules and loads Q; the others convert values of 8 bits, or
+// The producer warpgroup: one warp loads K and V, one schedules and loads Q; the others prepare values of 8 bits, or
 // store the outputs, one per consumer.
 #pragma once
 #include "common/ptx/grid.cuh"
@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
   const uint64_t policy = kSplit ? ptx::l2_policy_evict_first() : ptx::l2_policy_evict_last();
   const bool leader = !kSage || (threadIdx.x & 31) == 0;
   Ring<kStagesK> k_ring;
-  Ring<kConvertsValues ? kStagesLanding : kStagesV> v_ring;
+  Ring<kPreparesValues ? kStagesLanding : kStagesV> v_ring;
   Ring<kTileSlots> slot;
   [[maybe_unused]] uint32_t first_number = 0;  // of a tile's blocks
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
       if constexpr (kSage) load_key_scales(params, tile, kv_head, block, stage);
     };
     auto load_v = [&](int block) {
-      if constexpr (kConvertsValues) {
+      if constexpr (kPreparesValues) {
         load(s.landing, params.value_map, s.landing_full, s.landing_empty, v_ring, block);
       } else {
         load(s.v, params.value_map, s.v_full, s.v_empty, v_ring, block);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
         // The first block always counts for some row.
         const int number = blocks.end - 1 - block;
         const bool loads = number == 0 || has_use(first_number + number);
-        if constexpr (kConvertsValues) {
+        if constexpr (kPreparesValues) {
           ptx::mbarrier_wait(s.landing_empty[v_ring.stage], v_ring.parity ^ 1);
           s.landed[v_ring.stage] = loads;
           if (!loads) pass_v(s.landing_full, s.landing_empty);
@@ -187,8 +187,8 @@ __device__ __forceinline__ void run_producer(const Params& params) {
   ptx::grid_dependency_wait();
   if (warp == 0) {
     if (kSage || leader) load_keys_and_values(params);
-  } else if constexpr (kConvertsValues) {
-    convert_values(params, warp - 2);
+  } else if constexpr (kPreparesValues) {
+    prepare_values(params, warp - 2);
   } else if (kStagesOutput && warp - 2 < kConsumers && leader) {
     store_outputs(params, warp - 2);
   }

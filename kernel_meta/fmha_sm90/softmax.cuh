@@ -18,8 +18,11 @@
 
 namespace fmha {
 
-constexpr float kSlack = kAssumesReference ? 14.f : 8.f;  // base-2 units; fp16 ends at 2^16
-constexpr float kSafeSum = 8192.f;                        // 2^(kSlack - 1) where it is looked at
+// Base-2 units. p of the reference is 2^kTop, and p ends at 2^(kTop + kSlack): fp16 at 2^16, e4m3 at 448. Below
+// 2^-6 e4m3 loses bits. kTop is a whole number: p of a row's only key is not rounded.
+constexpr float kTop = kE4m3P ? 2.f : 0.f;
+constexpr float kSlack = kE4m3P ? 6.75f : kAssumesReference ? 14.f : 8.f;
+constexpr float kSafeSum = kE4m3P ? 400.f : 8192.f;  // less than 2^(kTop + kSlack), where it is looked at
 
 using Logits = float[kTileKV / 2];
 
@@ -44,7 +47,7 @@ struct Softmax {
   float slack;  // kSlack in units of s
   float m[kRowsPerThread];
   float l[kRowsPerThread];           // this thread's part of the row sum
-  float offset[kRowsPerThread];      // -scale * m, 0 where no key was visible yet
+  float offset[kRowsPerThread];      // kTop - scale * m, 0 where no key was visible yet
   float correction[kRowsPerThread];  // what O has to be multiplied by after a moved reference
   float row_scale[kRowsPerThread];   // Sage: base 2, not zero
 
@@ -82,21 +85,13 @@ struct Softmax {
   }
 
   // Later blocks. Returns whether O must be rescaled (the same for the whole warp).
-  __device__ __forceinline__ bool next(Logits& s) {
-    const float x0 = row_max(s, 0), x1 = row_max(s, 1);
-    const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
-    if (moved) move_references(x0, x1);
-    add(exponentiate(s));
-    return moved;
-  }
+  __device__ __forceinline__ bool next(Logits& s) { return next(s, row_max(s, 0), row_max(s, 1)); }
 
   // The same for who knows this thread's maxima already.
-  __device__ __forceinline__ bool next(Logits& s, float x0, float x1) {
-    const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
-    if (moved) move_references(x0, x1);
-    add(exponentiate(s));
-    return moved;
-  }
+  __device__ __forceinline__ bool next(Logits& s, float x0, float x1) { return next(s, x0, x1, slack); }
+
+  // One of them whose rows outgrow their reference with anything above it.
+  __device__ __forceinline__ bool next_exact(Logits& s) { return next(s, row_max(s, 0), row_max(s, 1), 0.f); }
 
   // s becomes p. By itself, the step of a later block that does not look for the maximum, which costs as much as the
   // exponentials: the sums bound this thread's p. Where they are within reference for all threads, `add` them; if not,
@@ -128,7 +123,7 @@ struct Softmax {
     return {{even[0] + odd[0], even[1] + odd[1]}};
   }
 
-  // Half of what the slack allows, so that rounding hides no row that `next` would move.
+  // Less than what the slack allows, so that rounding hides no row that `next` would move.
   static __device__ __forceinline__ bool within_reference(const Sums& sums) {
     return fmaxf(sums.row[0], sums.row[1]) <= kSafeSum;
   }
@@ -151,21 +146,26 @@ struct Softmax {
     return fmaxf(even, odd);
   }
 
+  __device__ __forceinline__ bool next(Logits& s, float x0, float x1, float slack) {
+    const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
+    if (moved) {
+      move_reference(0, quad_max(x0), slack);
+      move_reference(1, quad_max(x1), slack);
+    }
+    add(exponentiate(s));
+    return moved;
+  }
+
   __device__ __forceinline__ void set_reference(int r, float x) {
     m[r] = x;
-    offset[r] = x == -kInfinity ? 0.f : -scale * x;
+    offset[r] = x == -kInfinity ? 0.f : kTop == 0.f ? -scale * x : kTop - scale * x;
   }
 
-  __device__ __forceinline__ void move_references(float x0, float x1) {
-    move_reference(0, quad_max(x0));
-    move_reference(1, quad_max(x1));
-  }
-
-  __device__ __forceinline__ void move_reference(int r, float x) {
+  __device__ __forceinline__ void move_reference(int r, float x, float slack) {
     const bool outgrown = x > m[r] + slack;
     const float before = m[r];
     set_reference(r, outgrown ? x : before);
-    correction[r] = outgrown ? ptx::exp2_approx(fmaf(before, scale, offset[r])) : 1.f;
+    correction[r] = outgrown ? ptx::exp2_approx(fmaf(before, scale, offset[r] - kTop)) : 1.f;
     l[r] *= correction[r];
   }
 };

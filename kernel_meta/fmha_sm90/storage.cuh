@@ -1,5 +1,7 @@
 // The shared-memory plan of a block.
 #pragma once
+#include <type_traits>
+
 #include "common/ptx/mbarrier.cuh"
 #include "config.h"
 #include "tile.cuh"
@@ -35,10 +37,14 @@ struct SkipTally {
   uint32_t all;
 };
 
-// Where V lands that is converted before the product. With 16-bit Q and K there is no room for two stages.
-constexpr int kStagesLanding = !kConvertsValues ? 0 : ptx::kElementBytes<kQueryType> == 1 ? 2 : 1;
+// Where V lands that is prepared for the product. With 16-bit Q and K there is no room for two stages.
+constexpr int kStagesLanding = !kPreparesValues ? 0 : ptx::kElementBytes<kQueryType> == 1 ? 2 : 1;
 constexpr int kLandingColumns = 128;
-constexpr int kConverterWarps = 2;
+constexpr int kValueWarps = 2;  // prepare it
+
+// A block of V as the product takes it: by columns, or transposed by the keys of an instruction.
+using Values = std::conditional_t<kTransposesValues, uint8_t[kTileKV / kStepKeys][kHeadDimV][kStepBytes],
+                                  uint16_t[kChunksV][kTileKV][kChunk]>;
 
 constexpr int kStagesScales = kSage ? kStagesK : 0;  // they travel with K
 constexpr int kScaleArrivals = kSage ? 32 : 0;       // of the lanes that load them
@@ -47,7 +53,7 @@ struct alignas(1024) Storage {
   // Q of each consumer; where Q moves to registers, the same bytes then stage the output of the tile before.
   uint8_t q[kConsumers][kChunksQK][kWarpgroupRows][kSpanQK];
   uint8_t k[kStagesK][kChunksQK][kTileKV][kSpanQK];
-  uint16_t v[kStagesV][kChunksV][kTileKV][kChunk];
+  Values v[kStagesV];
   uint8_t landing[kStagesLanding][kHeadDimV / kLandingColumns][kTileKV][kLandingColumns];
   alignas(16) float k_scales[kStagesScales][kTileKV];  // see sage.cuh
 
@@ -107,16 +113,16 @@ __device__ __forceinline__ void init_barriers(Storage& s) {
     ptx::mbarrier_init(s.k_empty[i], kConsumerWarps);
   }
   for (int i = 0; i < kStagesV; ++i) {
-    ptx::mbarrier_init(s.v_full[i], kConvertsValues ? kConverterWarps : 1);
+    ptx::mbarrier_init(s.v_full[i], kPreparesValues ? kValueWarps : 1);
     ptx::mbarrier_init(s.v_empty[i], kConsumerWarps);
   }
   for (int i = 0; i < kTileSlots; ++i) {
     ptx::mbarrier_init(s.tile_full[i], 1);
-    ptx::mbarrier_init(s.tile_empty[i], kConsumerWarps + (kConvertsValues ? kConverterWarps : 0) + 1);
+    ptx::mbarrier_init(s.tile_empty[i], kConsumerWarps + (kPreparesValues ? kValueWarps : 0) + 1);
   }
   for (int i = 0; i < kStagesLanding; ++i) {
     ptx::mbarrier_init(s.landing_full[i], 1);
-    ptx::mbarrier_init(s.landing_empty[i], kConverterWarps);
+    ptx::mbarrier_init(s.landing_empty[i], kValueWarps);
   }
   ptx::mbarrier_init(s.near_end, 1);
   if constexpr (kSkipsSoftmax) {

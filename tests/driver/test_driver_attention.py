@@ -40,6 +40,7 @@ def sage(block_q, block_k, tokens=(320, 450), heads=(32, 16), dim_v=128, batch=2
 """
 
 FP8 = "dtype=torch.float8_e4m3fn"
+MANY_ROWS_FP8 = f"heads=(128, 128), {FP8}, out=CudaTensor((320, 128, 128))"
 BF16_OUT = "out=CudaTensor((320, 32, 128))"
 
 # Arguments of `cuda_call`. "causal" has lengths (300, 20) and (400, 50), 32 heads over 16, dims (192, 128).
@@ -55,6 +56,11 @@ CALLS = {
     "fp8, fp16 out": f"{FP8}, out=CudaTensor((320, 32, 128), torch.float16)",
     "fp8, head dims 128": f"{FP8}, head_dims=(128, 128), {BF16_OUT}",
     "fp8, head dims 256": f"{FP8}, head_dims=(256, 256), window_left=100, out=CudaTensor((320, 32, 256))",
+    "fp8, many keys": f"[300, 20], [3000, 50], {MANY_ROWS_FP8}",
+    "fp8, many keys, few rows": f"[3], [3000], heads=(16, 2), {FP8}, out=CudaTensor((3, 16, 128))",
+    "fp8, few keys": f"[300, 20], [2047, 50], {MANY_ROWS_FP8}",
+    "fp8, window of many keys": f"[300, 20], [3000, 50], window_left=2047, {MANY_ROWS_FP8}",
+    "fp8, window of few keys": f"[300, 20], [3000, 50], window_left=2046, {MANY_ROWS_FP8}",
     "fp8, few rows": f"[3], [9000], heads=(16, 2), {FP8}, out=CudaTensor((3, 16, 128))",
     "fp8, key and value in one buffer": (
         "key=CudaTensor((450, 16, 192), torch.float8_e4m3fn, strides=(5120, 320, 1), address=1 << 50), "
@@ -123,6 +129,8 @@ SLIDING = {
     "sliding": 100,
     "fp8, head dims 256": 100,
     "sage fp8, head dims 256": 100,
+    "fp8, window of many keys": 2047,
+    "fp8, window of few keys": 2046,
     "window that hides one key": 398,
 }
 
@@ -327,8 +335,8 @@ def test_tensor_maps(launches: dict[str, Launch], name: str) -> None:
         assert encoded["dtype"] == {DType.INT8: 0, DType.E4M3: 0, DType.FP16: 6, DType.BF16: 9}[dtype]
         options = ("interleave", "l2_promotion", "oob_fill", "element_strides")
         assert [encoded[option] for option in options] == [0, 3, 0, [1, 1, 1, 1]]
-        # SWIZZLE_NONE 0, 64B 2, 128B 3: as wide as the span; values of 8 bits are converted first.
-        converted = operand == "value" and size == 1
+        # SWIZZLE_NONE 0, 64B 2, 128B 3: as wide as the span; values of 8 bits are converted, or transposed.
+        converted = operand == "value" and size == 1 and not row.e4m3_p
         assert encoded["swizzle"] == (0 if converted else {64: 2, 128: 3}[span])
         words = struct.unpack_from("<2IQ", given[f"{operand}_map"])  # the stub begins its maps with these
         assert words == (encoded["dtype"], 4, encoded["address"])
@@ -372,6 +380,21 @@ def test_mask_of_the_kernel(launches: dict[str, Launch], name: str, mask: str) -
 )
 def test_dtype_and_head_dims_of_the_kernel(launches: dict[str, Launch], name: str, columns: str) -> None:
     assert f"_{columns}_causal_" in launches[name].call["kernel"]
+
+
+@pytest.mark.parametrize(
+    ("name", "has_e4m3_p"),
+    [
+        ("fp8, many keys", True),
+        ("fp8, many keys, few rows", False),
+        ("fp8, few keys", False),
+        ("fp8, window of many keys", True),
+        ("fp8, window of few keys", False),
+        ("fp8, head dims 256", False),
+    ],
+)
+def test_probabilities_of_the_kernel(launches: dict[str, Launch], name: str, has_e4m3_p: bool) -> None:
+    assert find_row(launches[name].call["kernel"]).e4m3_p == has_e4m3_p
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import cubin_runtime
+from cubin_runtime.many_keys import MANY_KEYS
 from cubin_runtime.reference import ragged_attention_reference
 
 HEAD_DIMS = [(192, 128), (128, 128), (256, 256)]
@@ -26,6 +27,7 @@ MASKS: dict[str, dict[str, Any]] = {
 # Relative Frobenius error of out against float32. The products of 8-bit queries and keys round their sums.
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 _FP8_TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 3e-3}
+_E4M3_P_TOLERANCE = 3e-2
 LSE_TOLERANCE = 1e-3
 _FP8_LSE_TOLERANCE = 5e-3
 # Scaled 8-bit elements use all of their range, so that sums which cancel have larger terms to round.
@@ -42,6 +44,7 @@ class Types(NamedTuple):
     """Element types of query and key, of value, and of out; and the arguments that ask for a variant.
 
     sage_blocks   tokens per Sage scale of query and key
+    max_kv_len    what the call says at least of its keys
     """
 
     query: torch.dtype
@@ -49,6 +52,7 @@ class Types(NamedTuple):
     out: torch.dtype
     options: dict[str, Any] = {}  # noqa: RUF012 - never changed
     sage_blocks: tuple[int, int] | None = None
+    max_kv_len: int = 0
 
 
 SKIPPING = {"skip_softmax_threshold_scale_factor": 1e-30}
@@ -60,6 +64,7 @@ TYPES = {
     "fp16": Types(torch.float16, torch.float16, torch.float16),
     "fp8": Types(E4M3, E4M3, torch.bfloat16),
     "fp8 to fp16": Types(E4M3, E4M3, torch.float16),
+    "fp8 many keys": Types(E4M3, E4M3, torch.bfloat16, max_kv_len=MANY_KEYS),
     "fp8 values": Types(torch.bfloat16, E4M3, torch.bfloat16),
     "sage int8": Types(torch.int8, E4M3, torch.bfloat16, sage_blocks=(1, 16)),
     "sage fp8": Types(E4M3, E4M3, torch.bfloat16, sage_blocks=(16, 4)),
@@ -83,11 +88,40 @@ class Problem:
     kv_lens: list[int]
     options: dict[str, Any] = field(default_factory=dict)
     out_dtype: torch.dtype = torch.bfloat16
+    least_max_kv_len: int = 0
+
+    @property
+    def max_kv_len(self) -> int:
+        return max([self.least_max_kv_len, *self.kv_lens])
+
+    @property
+    def has_e4m3_p(self) -> bool:
+        """Whether its kernel rounds probabilities to 8 bits."""
+        window = self.options.get("window_left", -1)
+        slides = -1 < window < self.max_kv_len - 1
+        selection = cubin_runtime.explain(
+            device=self.device.index,
+            dtype_q=str(self.query.dtype),
+            dtype_k=str(self.key.dtype),
+            dtype_v=str(self.value.dtype),
+            dtype_o=str(self.out_dtype),
+            head_dims=(self.query.shape[2], self.value.shape[2]),
+            mask="sliding" if slides else "causal" if self.options.get("is_causal") else "dense",
+            num_heads_q=self.query.shape[1],
+            num_heads_kv=self.key.shape[1],
+            batch_size=len(self.q_lens),
+            max_q_len=max(self.q_lens),
+            total_q=self.query.shape[0],
+            max_kv_len=window + 1 if slides else self.max_kv_len,
+        )
+        return selection.require().e4m3_p
 
     @property
     def tolerance(self) -> float:
         if self.options.get("use_fp16_softmax"):
             return _HALF_EXPONENTIALS[0]
+        if self.query.dtype == E4M3 and self.has_e4m3_p:
+            return _E4M3_P_TOLERANCE
         return (_FP8_TOLERANCE if self.query.dtype == E4M3 else TOLERANCE)[self.out_dtype]
 
     @property
@@ -188,6 +222,7 @@ def make_problem(
         kv_lens=list(kv_lens),
         options={"bmm1_scale": 1 / math.sqrt(dims[0]), **types.options, **options},
         out_dtype=types.out,
+        least_max_kv_len=types.max_kv_len,
     )
 
 
@@ -234,7 +269,7 @@ def arguments(problem: Problem, workspace: torch.Tensor, **overrides: Any) -> di
         "workspace_buffer": workspace,
         "seq_lens": torch.tensor(problem.kv_lens, dtype=torch.int32, device=problem.device),
         "max_q_len": max(problem.q_lens),
-        "max_kv_len": max(problem.kv_lens),
+        "max_kv_len": problem.max_kv_len,
         "bmm1_scale": 1.0,
         "bmm2_scale": 1.0,
         "o_sf_scale": 1.0,

@@ -20,6 +20,7 @@ from tests.gpu.support import (
     MASKS,
     TYPES,
     Guarded,
+    Types,
     arguments,
     assert_matches,
     assert_same_bits,
@@ -35,9 +36,11 @@ Q_LENS = [63, 0, 1, 129, 300, 5, 777, 129, 2]
 KV_LENS = [129, 63, 1, 63, 777, 0, 1000, 129, 300]
 HEADS = 8
 REPEATED = [
-    *("bf16", "fp8", "fp8 values", "sage int8", "sage fp8"),
+    *("bf16", "fp8", "fp8 many keys", "fp8 values", "sage int8", "sage fp8"),
     *("bf16, skipping", "fp8, skipping", "fp16 softmax"),
 ]
+# Of these lengths, where few heads would be a matter of kernels for few rows.
+ENOUGH_HEADS = {"fp8 many keys": 3 * HEADS}
 
 SCALES: dict[str, Callable[[float, torch.device], float | torch.Tensor]] = {
     "float": lambda value, device: value,
@@ -72,19 +75,21 @@ def test_variant(
     dirty_workspaces: list[torch.Tensor],
 ) -> None:
     bmm1_scale, bmm2_scale = 1 / math.sqrt(dims[0]), 0.7
+    heads = ENOUGH_HEADS.get(types, HEADS)
     problem = make_problem(
         Q_LENS,
         KV_LENS,
         device=device,
         dims=dims,
-        heads=HEADS,
-        kv_heads=kv_heads,
+        heads=heads,
+        kv_heads=kv_heads * heads // HEADS,
         types=TYPES[types],
         padding=3,
-        attention_sinks=sinks_for(HEADS, device) if has_sinks else None,
+        attention_sinks=sinks_for(heads, device) if has_sinks else None,
         bmm2_scale=bmm2_scale,
         **MASKS[mask],
     )
+    assert problem.has_e4m3_p == (types == "fp8 many keys" and mask != "sliding" and dims != (256, 256))
     expected = expect(problem)
     dirt = itertools.cycle(dirty_workspaces)
     for (kind, scale), return_lse in itertools.product(SCALES.items(), [True, False]):
@@ -222,8 +227,43 @@ def test_long_sums_of_one_sign(
     assert_matches(one_sign, call(one_sign, workspace), expect(one_sign))
 
 
+@pytest.mark.parametrize("dims", [(192, 128), (128, 128)], ids=str)
+def test_long_sums_of_one_sign_in_a_product_of_8_bits(
+    dims: tuple[int, int], device: torch.device, workspace: torch.Tensor
+) -> None:
+    """Its accumulator alone would lose 30 %."""
+    problem = make_problem(
+        [200], [32768], device=device, dims=dims, heads=MANY_HEADS, kv_heads=2, types=TYPES["fp8"]
+    )
+    assert problem.has_e4m3_p
+    one_sign = replace(problem, value=(problem.value.bfloat16() + 1).to(E4M3))
+    (out, lse), (exact, exact_lse) = call(one_sign, workspace), expect(one_sign)
+    assert (out.float() - exact).norm() <= 2e-2 * exact.norm()
+    torch.testing.assert_close(lse, exact_lse, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", [(192, 128), (128, 128)], ids=str)
+def test_windows_over_many_keys(
+    dims: tuple[int, int], out: torch.dtype, device: torch.device, workspace: torch.Tensor
+) -> None:
+    problem = make_problem(
+        [300, 1, 3000],
+        [5000, 2500, 3000],
+        device=device,
+        dims=dims,
+        heads=16,
+        kv_heads=4,
+        types=Types(E4M3, E4M3, out),
+        is_causal=True,
+        window_left=2100,
+    )
+    assert problem.has_e4m3_p
+    assert_matches(problem, call(problem, workspace), expect(problem))
+
+
 @pytest.mark.parametrize("step", [1.0, 9.0, 100.0])
-@pytest.mark.parametrize("types", ["fp8", "fp8 values"])
+@pytest.mark.parametrize("types", ["fp8", "fp8 many keys", "fp8 values"])
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_logits_that_grow_block_after_block(
     dims: tuple[int, int], types: str, step: float, device: torch.device, workspace: torch.Tensor
@@ -238,7 +278,7 @@ def test_logits_that_grow_block_after_block(
     problem.query[..., 0] = step * math.sqrt(dims[0]) / in_key
     (out, lse), (exact, exact_lse) = call(problem, workspace), expect(problem)
     # Products of 8 bits cut each of their terms to about 13 bits of the largest, here all of the logit.
-    rounding = blocks * step * 2**-9 if types == "fp8" else 0.0
+    rounding = 0.0 if types == "fp8 values" else blocks * step * 2**-9
     assert out.isfinite().all()
     if rounding < 1:  # else nothing is left of the other terms
         assert (out.float() - exact).norm() <= (problem.tolerance + rounding) * exact.norm()
@@ -256,7 +296,7 @@ def test_runs_repeat_bit_for_bit(
             KV_LENS,
             device=device,
             dims=dims,
-            heads=HEADS,
+            heads=ENOUGH_HEADS.get(types, HEADS),
             kv_heads=2,
             types=TYPES[types],
             **mask,
@@ -272,14 +312,16 @@ def test_a_batch_is_its_sequences(
     dims: tuple[int, int], types: str, device: torch.device, workspace: torch.Tensor
 ) -> None:
     """No sequence's bits depend on its company, where no kernel divides the keys."""
+    # Kernels for few rows round like the others, but for those for many keys.
+    heads = 2 * MANY_HEADS if types == "fp8 many keys" else MANY_HEADS
     for mask in MASKS.values():
         problem = make_problem(
             Q_LENS,
             KV_LENS,
             device=device,
             dims=dims,
-            heads=MANY_HEADS,
-            kv_heads=MANY_HEADS,
+            heads=heads,
+            kv_heads=heads,
             types=TYPES[types],
             **mask,
         )

@@ -13,6 +13,7 @@ import torch
 from tests.gpu.support import (
     FEW_AND_MANY_HEADS,
     HEAD_DIMS,
+    MANY_HEADS,
     MASKS,
     TYPES,
     Guarded,
@@ -41,7 +42,11 @@ def assert_usable(device: torch.device, workspace: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "types", ["bf16", "fp8", "sage fp8", "bf16, skipping", "fp8, skipping", "fp16 softmax"]
+    "types",
+    [
+        *("bf16", "fp8", "fp8 many keys", "sage fp8"),
+        *("bf16, skipping", "fp8, skipping", "fp16 softmax"),
+    ],
 )
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
@@ -49,24 +54,28 @@ def test_strided_tensors(
     dims: tuple[int, int], mask: str, types: str, device: torch.device, workspace: torch.Tensor
 ) -> None:
     """k and v are halves of one projection, q and out slices of wider buffers; none is copied."""
+    heads = MANY_HEADS if types == "fp8 many keys" else 4
+    kv_heads = heads // 2
     plain = make_problem(
-        *LENS, device=device, dims=dims, heads=4, kv_heads=2, types=TYPES[types], **MASKS[mask]
+        *LENS, device=device, dims=dims, heads=heads, kv_heads=kv_heads, types=TYPES[types], **MASKS[mask]
     )
     d_qk, d_v = dims
-    packed = poisoned((plain.key.shape[0], 2, d_qk + d_v), plain.key.dtype, device)
+    packed = poisoned((plain.key.shape[0], kv_heads, d_qk + d_v), plain.key.dtype, device)
     packed[..., :d_qk], packed[..., d_qk:] = plain.key, plain.value
-    wide_q = poisoned((plain.query.shape[0], 5, d_qk + 64), plain.query.dtype, device)
+    wide_q = poisoned((plain.query.shape[0], heads + 1, d_qk + 64), plain.query.dtype, device)
     wide_q[:, 1:, 32:-32] = plain.query
     strided = replace(plain, query=wide_q[:, 1:, 32:-32], key=packed[..., :d_qk], value=packed[..., d_qk:])
-    wide_out = torch.full((plain.query.shape[0], 6, d_v + 16), 7.0, dtype=plain.out_dtype, device=device)
-    given = arguments(strided, workspace, out=wide_out[:, 1:5, 8:-8])
+    wide_out = torch.full(
+        (plain.query.shape[0], heads + 2, d_v + 16), 7.0, dtype=plain.out_dtype, device=device
+    )
+    given = arguments(strided, workspace, out=wide_out[:, 1:-1, 8:-8])
     run(given)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     results = run(given)
     assert torch.cuda.max_memory_allocated(device) == before
     assert_same_bits(results, call(plain, workspace))
-    wide_out[:, 1:5, 8:-8] = 7.0
+    wide_out[:, 1:-1, 8:-8] = 7.0
     assert (wide_out == 7.0).all()
 
 
@@ -224,7 +233,7 @@ def test_guard_regions(
     [
         *itertools.product(["bf16", "bf16, skipping", "fp16 softmax"], [math.nan, math.inf, -math.inf]),
         # e4m3 has no infinity
-        *itertools.product(["fp8", "fp8 values", "sage fp8", "fp8, skipping"], [math.nan]),
+        *itertools.product(["fp8", "fp8 many keys", "fp8 values", "sage fp8", "fp8, skipping"], [math.nan]),
     ],
 )
 @pytest.mark.parametrize("mask", MASKS)
@@ -324,7 +333,8 @@ def test_kv_offsets_past_two_to_the_31(types: str, device: torch.device, workspa
     )
     results = call(problem, workspace)
     second = call(problem.alone(1), workspace)
-    assert_same_bits((results[0][1:], results[1][1:]), second)
+    if not problem.has_e4m3_p:  # a kernel for many keys rounds unlike that of the second request alone
+        assert_same_bits((results[0][1:], results[1][1:]), second)
     assert_matches(problem.alone(1), second, expect(problem.alone(1)))
     assert_matches(problem, results, expect(problem))
 

@@ -86,6 +86,20 @@ __device__ __forceinline__ float2 unpack_fp16x2(uint32_t packed) {
   return unpacked;
 }
 
+// Four floats rounded to nearest even, clamped to the largest e4m3 value and packed, the first in the lowest byte.
+__device__ __forceinline__ uint32_t pack_e4m3x4(float a, float b, float c, float d) {
+  uint32_t packed;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
+}
+
 // Four e4m3 values as fp16, which holds them exactly, NaN included.
 __device__ __forceinline__ uint2 e4m3x4_to_fp16x4(uint32_t packed) {
   uint2 converted;

@@ -49,9 +49,9 @@ __device__ __forceinline__ void drop_registers(int32_t (&values)[kCount]) {
 // groups of 8 rows follow each other in both.
 template <int kSpan>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t shared, uint32_t leading_bytes) {
-  static_assert(kSpan == 128 || kSpan == 64);
+  static_assert(kSpan == 128 || kSpan == 64 || kSpan == 32);
   constexpr uint64_t kGroupOf8Rows = 8 * kSpan >> 4;
-  constexpr uint64_t kSwizzle = kSpan == 128 ? 1 : 2;
+  constexpr uint64_t kSwizzle = kSpan == 128 ? 1 : kSpan == 64 ? 2 : 3;
   return static_cast<uint64_t>((shared & 0x3FFFF) >> 4) | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
          kGroupOf8Rows << 32 | kSwizzle << 62;
 }
@@ -68,7 +68,8 @@ constexpr int kElementBytes = kElement == Element::e4m3 || kElement == Element::
 
 enum class Major { K, MN };
 
-// Wgmma<element, N>::rs: A from registers; ::ss: A and B from shared memory. kAccumulate false overwrites D.
+// Wgmma<element, N>::rs: A from registers; ::ss: A and B from shared memory. kAccumulate false overwrites D; a second
+// rs takes it at run time.
 // Operands of 8-bit elements are always K-major.
 template <Element kElement, int kN>
 struct Wgmma;
@@ -111,6 +112,17 @@ struct Wgmma;
                    "{" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", accumulate" OPTIONS_RS ";}"                              \
                    : PTX_ACC_##COUNT(BIND, d)                                                                          \
                    : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kAccumulate), "n"(kMajorB == Major::MN));         \
+    }                                                                                                                  \
+    template <Major kMajorB>                                                                                           \
+    static __device__ __forceinline__ void rs(Accumulators& d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,     \
+                                              uint64_t b, bool accumulates) {                                          \
+      static_assert(kMajorB == Major::K || kElementBytes<Element::ELEMENT> == 2);                                      \
+      asm volatile("{.reg .pred accumulate;\nsetp.ne.b32 accumulate, " P5 ", 0;\n"                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N TYPES "{" PTX_REGS_##COUNT "}, "                             \
+                   "{" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", accumulate" OPTIONS_RS ";}"                              \
+                   : PTX_ACC_##COUNT(BIND, d)                                                                          \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(accumulates)),                   \
+                     "n"(kMajorB == Major::MN));                                                                       \
     }                                                                                                                  \
     template <bool kAccumulate>                                                                                        \
     static __device__ __forceinline__ void ss(Accumulators& d, uint64_t a, uint64_t b) {                               \

@@ -156,16 +156,15 @@ class Consumer {
     issue_logits();
     if constexpr (kPending) issue_output(pending_valid_rows_);
     pass_turn();
+    if constexpr (kSage) fetch_group_scales();
     ptx::wgmma_wait<kPending ? 1 : 0>();
-    complete_logits();
-    logits_arrived(block == last);
     if constexpr (kSage) {
 #pragma unroll
-      for (int r = 0; r < kRowsPerThread; ++r) {
-        softmax_.set_row_scale(r, bmm1_scale_ * kLog2E * query_scales_.row[r]);
-      }
+      for (int r = 0; r < kRowsPerThread; ++r) softmax_.begin_row(r, bmm1_scale_ * kLog2E * query_scales_.row[r]);
     }
-    mask.apply(s_, block, softmax_);
+    complete_logits();
+    logits_arrived(block == last);
+    mask.apply(s_, block);
     if constexpr (kSkipsSoftmax) negligible_.raise(BlockMaxima(s_));
     softmax_.first(s_);
     ptx::hold_registers(s_);
@@ -192,10 +191,11 @@ class Consumer {
     issue_logits();
     issue_output(kv_len - (block + 1) * kTileKV);
     pass_turn();
+    if constexpr (kSage) fetch_group_scales();
     ptx::wgmma_wait<1>();
     complete_logits();
     logits_arrived(block == last);
-    if constexpr (kMasked) mask.apply(s_, block, softmax_);
+    if constexpr (kMasked) mask.apply(s_, block);
     // Where p has few bits, and the maximum is not looked for later, the reference starts as the exact one.
     const bool moved = kE4m3P && kMasked ? softmax_.next_exact(s_) : softmax_.next(s_);
     ptx::hold_registers(s_);
@@ -212,9 +212,9 @@ class Consumer {
     issue_logits();
     issue_output(kv_len - (block + 1) * kTileKV);
     pass_turn();
+    if constexpr (kSage) fetch_group_scales();
     ptx::wgmma_wait<1>();
-    complete_logits();
-    const Sums sums = softmax_.exponentiate(s_);
+    const Sums sums = completed_logits([&] { return softmax_.exponentiate(s_); });
     const bool within = !any_of_warpgroup(!Softmax::within_reference(sums));
     ptx::hold_registers(s_);
     output_arrived();
@@ -244,7 +244,7 @@ class Consumer {
     pass_turn();
     ptx::wgmma_wait<kHasWeights ? 1 : 0>();
     logits_arrived(block == last);
-    if constexpr (kMasked) mask.apply(s_, block, softmax_);
+    if constexpr (kMasked) mask.apply(s_, block);
     const BlockMaxima maxima(s_);
     const bool counts = any_of_warpgroup(negligible_.exceeded_by(maxima));
     choose(counts);
@@ -377,10 +377,30 @@ class Consumer {
     ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
   }
 
+  // Sage, while Q K^T is under way.
+  __device__ __forceinline__ void fetch_group_scales() {
+#pragma unroll
+    for (int i = 0; i < kTileKV / kGroup; ++i) group_scales_[i] = storage().k_scales[k_ring_.stage][i];
+  }
+
   // Behind the wait for Q K^T, and before its stage is given back.
   __device__ __forceinline__ void complete_logits() {
+    completed_logits([] {});
+  }
+
+  // What `use` does with them is scheduled together with what makes them.
+  template <class Use>
+  __device__ __forceinline__ auto completed_logits(Use use) {
     ptx::hold_registers(products_.of(s_));
-    if constexpr (kSage) scale_by_keys(s_, products_.of(s_), storage().k_scales[k_ring_.stage]);
+    if constexpr (kSage) {
+      const auto& scales = storage().k_scales[k_ring_.stage];
+      if (one_scale_per_group(params_)) {
+        make_exponents<true>(s_, products_.of(s_), scales, group_scales_, softmax_);
+        return use();
+      }
+      make_exponents<false>(s_, products_.of(s_), scales, group_scales_, softmax_);
+    }
+    return use();
   }
 
   __device__ __forceinline__ void logits_arrived(bool last_of_tile) {
@@ -495,6 +515,7 @@ class Consumer {
 
   __device__ __forceinline__ void remember(const Tile& shared, int first_token) {
     __syncwarp();
+    if constexpr (kSage) fetch_channel_scales(params_, shared.head, channel_scales());
     if (lane_ == 0) {
       PendingTile& pending = mine();
       pending.token = first_token;
@@ -534,7 +555,7 @@ class Consumer {
       ptx::fence_proxy_async();
       arrive(storage().store_full[warpgroup_]);
     } else {
-      if constexpr (kSage) scale_by_channels(o_, params_, tile.head / params_.heads_per_kv_head);
+      if constexpr (kSage) scale_by_channels(o_, channel_scales());
       store_rows(params_, tile, rows, o_, factor);
     }
   }
@@ -595,6 +616,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ PendingTile& mine() const { return storage().pending[warpgroup_ * 4 + warp_]; }
+  __device__ __forceinline__ float* channel_scales() const { return storage().v_scales[warpgroup_ * 4 + warp_]; }
   __device__ __forceinline__ static int shuffled(int value) { return __shfl_sync(~0u, value, 0); }
 
   static __device__ __forceinline__ void clear(Output& o) {
@@ -613,6 +635,7 @@ class Consumer {
   const float bmm1_scale_;
   const float bmm2_scale_;
   QueryScales query_scales_;
+  float group_scales_[kTileKV / kGroup];  // where keys share them
 
   Logits s_;
   LogitProducts<ptx::Wgmma<kQueryType, kTileKV>::Accumulators> products_;

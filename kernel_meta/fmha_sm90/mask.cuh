@@ -18,7 +18,7 @@ struct Mask {
   }
 
   // Selects, and does not add: keys behind the sequence may be NaN.
-  __device__ __forceinline__ void apply(Logits& s, int block, const Softmax& softmax) const {
+  __device__ __forceinline__ void apply(Logits& s, int block) const {
     const int first_column = block * kTileKV + 2 * (threadIdx.x & 3);
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
@@ -29,7 +29,7 @@ struct Mask {
         for (int e = 0; e < 2; ++e) {
           bool visible = 8 * j + e < to;
           if constexpr (kMask == MaskType::sliding) visible = visible && 8 * j + e >= from;
-          if (!visible) s[4 * j + 2 * r + e] = softmax.hidden_logit(r);
+          if (!visible) s[4 * j + 2 * r + e] = -kInfinity;
         }
       }
     }

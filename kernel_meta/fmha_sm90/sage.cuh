@@ -1,6 +1,6 @@
 // Sage: s = bmm1_scale * q_scale * k_scale * dot(q, k), out = bmm2_scale * v_scale * sum p v, where tokens of Q and K
-// share their scales in blocks, and tokens of V by channel. Block sizes are parameters: every key gets a scale of its
-// own in shared memory, whatever their size. Q's is a factor of the row (softmax.cuh).
+// share their scales in blocks, and tokens of V by channel. Block sizes are parameters. Where 16 keys share a scale, a
+// group of 16 has one in shared memory, otherwise every key has one of its own, whatever the blocks' size.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "epilogue.cuh"
@@ -8,6 +8,14 @@
 #include "storage.cuh"
 
 namespace fmha {
+
+// A group of 16 keys begins where a block of scales does: key blocks begin at whole groups of the sequence.
+constexpr int kGroupLog2 = 4;
+constexpr int kGroup = 1 << kGroupLog2;
+
+__device__ __forceinline__ bool one_scale_per_group(const Params& params) {
+  return params.sage.block_k_log2 == kGroupLog2;
+}
 
 // Of 16 keys, thread c of a quad holds the columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9. Their scales are neighbours.
 __device__ __forceinline__ constexpr int scale_place(int key) {
@@ -23,11 +31,13 @@ __device__ __forceinline__ void load_key_scales(const Params& params, const Tile
   const SageScales& sage = params.sage;
   const float* scales = sage.scales_k + static_cast<int64_t>(kv_head) * sage.columns_k +
                         (tile.kv_start >> sage.block_k_log2) + tile.sequence;
-  for (int key = threadIdx.x & 31; key < kTileKV; key += 32) {
-    const int token = block * kTileKV + key;
+  const bool grouped = one_scale_per_group(params);
+  const int keys_log2 = grouped ? kGroupLog2 : 0;
+  for (int i = threadIdx.x & 31; i < kTileKV >> keys_log2; i += 32) {
+    const int token = block * kTileKV + (i << keys_log2);
     const bool exists = token < tile.kv_len;
-    ptx::copy_word_or_zero(&s.k_scales[stage][scale_place(key)], scales + (exists ? token >> sage.block_k_log2 : 0),
-                           exists);
+    ptx::copy_word_or_zero(&s.k_scales[stage][grouped ? i : scale_place(i)],
+                           scales + (exists ? token >> sage.block_k_log2 : 0), exists);
   }
   ptx::mbarrier_arrive_behind_copies(s.k_full[stage]);
 }
@@ -49,25 +59,46 @@ __device__ __forceinline__ QueryScales load_query_scales(const Params& params, c
   return scales;
 }
 
-// Products of a warpgroup become logits that lack their row's factor. `scales`: of the block's keys.
-template <class Products>
-__device__ __forceinline__ void scale_by_keys(Logits& s, const Products& products, const float (&scales)[kTileKV]) {
+// Products of a warpgroup become exponents (softmax.cuh). `scales`: of the block's keys, or of groups of them.
+template <bool kGrouped, class Products>
+__device__ __forceinline__ void make_exponents(Logits& s, const Products& products, const float (&scales)[kTileKV],
+                                               const float (&group_scales)[kTileKV / kGroup],
+                                               const Softmax& softmax) {
   const float4* mine = reinterpret_cast<const float4*>(scales) + (threadIdx.x & 3);
 #pragma unroll
-  for (int keys = 0; keys < kTileKV / 16; ++keys) {
-    const float4 scale = mine[4 * keys];
-    const float of_column[4] = {scale.x, scale.y, scale.z, scale.w};
+  for (int group = 0; group < kTileKV / kGroup; ++group) {
+    const float shared = group_scales[group];
+    const float4 own = kGrouped ? make_float4(shared, shared, shared, shared) : mine[4 * group];
+    const float of_column[4] = {own.x, own.y, own.z, own.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      s[8 * keys + i] = static_cast<float>(products[8 * keys + i]) * of_column[i / 4 * 2 + i % 2];
+      const int r = i / 2 % 2;
+      s[8 * group + i] = fmaf(static_cast<float>(products[8 * group + i]),
+                              softmax.row_scale[r] * of_column[i / 4 * 2 + i % 2], softmax.offset[r]);
     }
   }
 }
 
-__device__ __forceinline__ void scale_by_channels(Output& o, const Params& params, int kv_head) {
-  const float* scales = params.sage.scales_v + kv_head * kHeadDimV + 2 * (threadIdx.x & 3);
+// One warp, for itself. Their latency would show at the end of a short tile.
+__device__ __forceinline__ void fetch_channel_scales(const Params& params, int head, float* fetched) {
+  const float* scales = params.sage.scales_v + head / params.heads_per_kv_head * kHeadDimV;
 #pragma unroll
-  for (int i = 0; i < kHeadDimV / 2; ++i) o[i] *= scales[i / 4 * 8 + i % 2];
+  for (int channel = 0; channel < kHeadDimV; channel += 32) {
+    const int mine = channel + (threadIdx.x & 31);
+    ptx::copy_word_or_zero(fetched + mine, scales + mine, true);
+  }
+}
+
+__device__ __forceinline__ void scale_by_channels(Output& o, const float* fetched) {
+  ptx::wait_for_copies();
+  __syncwarp();
+  const float2* mine = reinterpret_cast<const float2*>(fetched) + (threadIdx.x & 3);
+#pragma unroll
+  for (int i = 0; i < kHeadDimV / 2; i += 4) {
+    const float2 scale = mine[i];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) o[i + j] *= j % 2 == 0 ? scale.x : scale.y;
+  }
 }
 
 }  // namespace fmha

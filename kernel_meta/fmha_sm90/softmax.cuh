@@ -9,8 +9,8 @@
 // rescaling of O and no multiplications by a correction. Whether a row's m moves depends on that row alone: rows of
 // another sequence in the same tile cannot change a bit of this one's result.
 //
-// Sage: every row has a scale of its own, of either sign. Maxima and references are those of scale * s, and the scale
-// of a reference is 1.
+// Sage: s comes as an exponent, scale * (s - m), with the m of then; the scale of a reference is 1. A reference that
+// moves shifts it.
 #pragma once
 #include "config.h"
 #include "row_result.cuh"
@@ -49,20 +49,16 @@ struct Softmax {
   float l[kRowsPerThread];           // this thread's part of the row sum
   float offset[kRowsPerThread];      // kTop - scale * m, 0 where no key was visible yet
   float correction[kRowsPerThread];  // what O has to be multiplied by after a moved reference
-  float row_scale[kRowsPerThread];   // Sage: base 2, not zero
+  float row_scale[kRowsPerThread];   // Sage: base 2
 
   // The slack stays finite: a row without a reference yet, m = -inf, must outgrow it with its first visible key.
   __device__ __forceinline__ explicit Softmax(float scale_log2)
       : scale(scale_log2), slack(fminf(kSlack / scale_log2, __FLT_MAX__)) {}
 
-  // Sage, for the rows of a tile. Hidden logits are infinite, which a scale of 0 would turn into NaN.
-  __device__ __forceinline__ void set_row_scale(int r, float scale_log2) {
-    row_scale[r] = fabsf(scale_log2) < __FLT_MIN__ ? copysignf(__FLT_MIN__, scale_log2) : scale_log2;
-  }
-
-  // What stands for a key that row r does not see: times its scale it is -inf.
-  __device__ __forceinline__ float hidden_logit(int r) const {
-    return kSage ? copysignf(kInfinity, -row_scale[r]) : -kInfinity;
+  // Sage: the next exponents are the first of another row's.
+  __device__ __forceinline__ void begin_row(int r, float scale_log2) {
+    row_scale[r] = scale_log2;
+    offset[r] = 0.f;
   }
 
   // A tile without keys.
@@ -81,6 +77,7 @@ struct Softmax {
       set_reference(r, quad_max(row_max(s, r)));
       l[r] = 0.f;
     }
+    if constexpr (kSage) shift(s, offset);
     add(exponentiate(s));
   }
 
@@ -112,7 +109,7 @@ struct Softmax {
       } else {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          s[4 * j + e] = ptx::exp2_approx(fmaf(s[4 * j + e], kSage ? row_scale[e / 2] : scale, offset[e / 2]));
+          s[4 * j + e] = ptx::exp2_approx(kSage ? s[4 * j + e] : fmaf(s[4 * j + e], scale, offset[e / 2]));
         }
       }
       even[0] += s[4 * j];
@@ -136,21 +133,28 @@ struct Softmax {
  private:
   // Of this thread's part of row r, as references are counted.
   __device__ __forceinline__ float row_max(const Logits& s, int r) const {
-    const float factor = kSage ? row_scale[r] : 1.f;
-    float even = factor * s[2 * r], odd = factor * s[2 * r + 1];
+    float even = s[2 * r], odd = s[2 * r + 1];
 #pragma unroll
     for (int j = 1; j < kTileKV / 8; ++j) {
-      even = fmaxf(even, factor * s[4 * j + 2 * r]);
-      odd = fmaxf(odd, factor * s[4 * j + 2 * r + 1]);
+      even = fmaxf(even, s[4 * j + 2 * r]);
+      odd = fmaxf(odd, s[4 * j + 2 * r + 1]);
     }
-    return fmaxf(even, odd);
+    return kSage ? fmaxf(even, odd) - offset[r] : fmaxf(even, odd);
+  }
+
+  // By nothing where a row's reference stays: its exponents keep every bit.
+  static __device__ __forceinline__ void shift(Logits& s, const float (&by)[kRowsPerThread]) {
+#pragma unroll
+    for (int i = 0; i < kTileKV / 2; ++i) s[i] += by[i / 2 % 2];
   }
 
   __device__ __forceinline__ bool next(Logits& s, float x0, float x1, float slack) {
     const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
     if (moved) {
+      const float before[kRowsPerThread] = {offset[0], offset[1]};
       move_reference(0, quad_max(x0), slack);
       move_reference(1, quad_max(x1), slack);
+      if constexpr (kSage) shift(s, {offset[0] - before[0], offset[1] - before[1]});
     }
     add(exponentiate(s));
     return moved;

@@ -48,6 +48,7 @@ using Values = std::conditional_t<kTransposesValues, uint8_t[kTileKV / kStepKeys
 
 constexpr int kStagesScales = kSage ? kStagesK : 0;  // they travel with K
 constexpr int kScaleArrivals = kSage ? 32 : 0;       // of the lanes that load them
+constexpr int kWarpsWithScales = kSage ? kConsumerWarps : 0;
 
 struct alignas(1024) Storage {
   // Q of each consumer; where Q moves to registers, the same bytes then stage the output of the tile before.
@@ -55,7 +56,8 @@ struct alignas(1024) Storage {
   uint8_t k[kStagesK][kChunksQK][kTileKV][kSpanQK];
   Values v[kStagesV];
   uint8_t landing[kStagesLanding][kHeadDimV / kLandingColumns][kTileKV][kLandingColumns];
-  alignas(16) float k_scales[kStagesScales][kTileKV];  // see sage.cuh
+  alignas(16) float k_scales[kStagesScales][kTileKV];      // see sage.cuh
+  alignas(16) float v_scales[kWarpsWithScales][kHeadDimV];  // of the pending tile
 
   // `full`: the data has landed. `empty`: every reader is done.
   ptx::Mbarrier q_full[kConsumers], q_empty[kConsumers];

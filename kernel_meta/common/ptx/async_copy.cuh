@@ -1,4 +1,4 @@
-// Copies of single words from global to shared memory that an mbarrier waits for.
+// Copies of single words from global to shared memory that threads or an mbarrier wait for.
 #pragma once
 #include <cstdint>
 
@@ -12,6 +12,9 @@ __device__ __forceinline__ void copy_word_or_zero(float* destination, const floa
                "r"(read ? 4 : 0)
                : "memory");
 }
+
+// Of this thread.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // One of the arrivals that the barrier counts, once all earlier copies of this thread have landed.
 __device__ __forceinline__ void mbarrier_arrive_behind_copies(Mbarrier& barrier) {

@@ -87,11 +87,11 @@ struct Softmax {
     return moved;
   }
 
-  // The same for who knows this thread's maxima already.
-  __device__ __forceinline__ bool next(Logits& s, float x0, float x1) {
+  // Moves what outgrows its reference with these maxima, of which each thread has its part. Returns whether O must be
+  // rescaled.
+  __device__ __forceinline__ bool follow(float x0, float x1) {
     const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
     if (moved) move_references(x0, x1);
-    add(exponentiate(s));
     return moved;
   }
 

@@ -21,7 +21,9 @@ constexpr bool kSeamless = kConsumers == 2;
 constexpr bool kTakesTurns = kConsumers == 2 && !kE4m3P;
 constexpr int kTurnBarrier = 1;         // + warpgroup: it may issue its products
 constexpr int kWarpgroupBarrier = 3;    // + warpgroup: its 128 threads
+constexpr int kVoteBarrier = 5;         // + warpgroup: its warps have said whether a block counts
 constexpr int kConsumerThreads = 128 * kConsumers;
+static_assert(!kSkipsSoftmax || kTakesTurns, "turns keep a warp from voting twice before another has voted once");
 
 constexpr ptx::Major kMajorV = kTransposesValues ? ptx::Major::K : ptx::Major::MN;
 
@@ -117,7 +119,7 @@ class Consumer {
     const Rows rows(first_token, tile.q_len, params_);
     const Mask mask(tile, rows, params_.window_left);
     if constexpr (kSkipsSoftmax) {
-      negligible_.begin(rows, params_.skip.factor, tile.kv_len, softmax_.scale);
+      maxima_.begin(rows, params_.skip.factor, tile.kv_len, softmax_.scale);
       tally_tile(blocks, last);
     }
     int block = blocks.end - 1;
@@ -165,7 +167,7 @@ class Consumer {
     complete_logits();
     logits_arrived(block == last);
     mask.apply(s_, block);
-    if constexpr (kSkipsSoftmax) negligible_.raise(BlockMaxima(s_));
+    if constexpr (kSkipsSoftmax) maxima_.raise(BlockMaxima(s_));
     softmax_.first(s_);
     ptx::hold_registers(s_);
     if constexpr (kPending) output_arrived();
@@ -245,25 +247,47 @@ class Consumer {
     ptx::wgmma_wait<kHasWeights ? 1 : 0>();
     logits_arrived(block == last);
     if constexpr (kMasked) mask.apply(s_, block);
-    const BlockMaxima maxima(s_);
-    const bool counts = any_of_warpgroup(negligible_.exceeded_by(maxima));
-    choose(counts);
-    bool moved = false;
-    if (counts) {
-      moved = softmax_.next(s_, maxima.row[0], maxima.row[1]);
-      negligible_.raise(maxima);
-    } else {
+    const BlockMaxima block_maxima(s_);
+    if (!vote(maxima_.counts(block_maxima))) {
+      choose(false);
       tally_left_out();
+      values_done<kHasWeights>();
+      return;
     }
+    choose(true);
+    bool moved = false;
+    if (maxima_.raised_by(block_maxima)) {
+      moved = softmax_.follow(block_maxima.row[0], block_maxima.row[1]);
+      maxima_.raise(block_maxima);
+    }
+    softmax_.add(softmax_.exponentiate(s_));
     ptx::hold_registers(s_);
+    values_done<kHasWeights>();
+    probabilities_to_operand();
+    if (moved) rescale_output();
+  }
+
+  // Whether the block counts for any of the warpgroup's threads. A warp that knows does not wait for the others: it
+  // leaves them the block's number.
+  __device__ __forceinline__ bool vote(bool counts) const {
+    volatile uint32_t& counting = storage().counting[warpgroup_];
+    const uint32_t number = choices_made_ + 1;
+    if (__any_sync(~0u, counts)) {
+      if (lane_ == 0) counting = number;
+      ptx::named_barrier_arrive(kVoteBarrier + warpgroup_, 128);
+      return true;
+    }
+    ptx::named_barrier_sync(kVoteBarrier + warpgroup_, 128);
+    return shuffled(counting == number);
+  }
+
+  template <bool kHasWeights>
+  __device__ __forceinline__ void values_done() {
     if constexpr (kHasWeights) {
       output_arrived();
     } else {
       pass_values();
     }
-    if (!counts) return;
-    probabilities_to_operand();
-    if (moved) rescale_output();
   }
 
   __device__ __forceinline__ bool any_of_warpgroup(bool condition) const {
@@ -629,7 +653,7 @@ class Consumer {
   const Params& params_;
   const int warpgroup_, warp_, lane_;
   Softmax softmax_;
-  Negligible negligible_;
+  RunningMaxima maxima_;
   uint32_t choices_made_ = 0, weighing_ = 1;  // as in Choices
   const bool negative_scale_;
   const float bmm1_scale_;

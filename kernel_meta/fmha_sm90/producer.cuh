@@ -15,8 +15,43 @@ namespace fmha {
 // The next tile is drawn when this many K loads of the current one are left to issue.
 constexpr int kDrawAheadBlocks = 2;
 
-// K is loaded so many blocks ahead of V. More than one where V may have to wait for the consumers' choices.
-constexpr int kKeysAhead = kSkipsSoftmax ? kStagesK - 1 : 1;
+// A tile's blocks, where V has to wait for the consumers' choices (skip.cuh). K is loaded as far ahead as its stages
+// allow. `first_number`: of the tile's blocks.
+template <class ValueRing, class LoadK, class LoadV>
+__device__ __forceinline__ void load_on_demand(const BlockRange& blocks, uint32_t first_number, ValueRing& v_ring,
+                                               const LoadK& load_k, const LoadV& load_v) {
+  Storage& s = storage();
+  auto pass_v = [&](auto& full, auto& empty) {
+    ptx::mbarrier_wait(empty[v_ring.stage], v_ring.parity ^ 1);
+    ptx::mbarrier_arrive(full[v_ring.stage]);
+    v_ring.advance();
+  };
+  int key_block = blocks.end - 1;
+  auto load_keys_to = [&](int block) {
+    for (; key_block >= max(block, blocks.begin); --key_block) {
+      const bool nears_end = key_block - blocks.begin + 1 == kDrawAheadBlocks;
+      if (nears_end && key_block < blocks.end - 1) ptx::mbarrier_arrive(s.near_end);
+      load_k(key_block);
+    }
+  };
+  for (int block = blocks.end - 1; block >= blocks.begin; --block) {
+    const uint32_t number = first_number + blocks.end - 1 - block;
+    load_keys_to(block - (kStagesK - 1));
+    // The first block always counts for some row.
+    const bool is_first = block == blocks.end - 1;
+    // With two stages K would come late. That of this block is free before the choice about it is made.
+    if (kStagesK == 2 && !is_first && !Demand(number).any) load_keys_to(block - kStagesK);
+    const bool loads = is_first || has_use(number);
+    if constexpr (kPreparesValues) {
+      ptx::mbarrier_wait(s.landing_empty[v_ring.stage], v_ring.parity ^ 1);
+      s.landed[v_ring.stage] = loads;
+      if (!loads) pass_v(s.landing_full, s.landing_empty);
+    } else if (!loads) {
+      pass_v(s.v_full, s.v_empty);
+    }
+    if (loads) load_v(block);
+  }
+}
 
 // One thread; with scales of keys to load, one warp. Loads each tile's blocks from the last to the first, K one block
 // ahead of V, as they are consumed.
@@ -66,31 +101,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
     if (leader && count <= kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
     if (count == 0) continue;
     if constexpr (kSkipsSoftmax) {
-      auto pass_v = [&](auto& full, auto& empty) {
-        ptx::mbarrier_wait(empty[v_ring.stage], v_ring.parity ^ 1);
-        ptx::mbarrier_arrive(full[v_ring.stage]);
-        v_ring.advance();
-      };
-      int key_block = blocks.end - 1;
-      for (int block = blocks.end - 1; block >= blocks.begin; --block) {
-        for (; key_block >= max(block - kKeysAhead, blocks.begin); --key_block) {
-          if (count > kDrawAheadBlocks && key_block - blocks.begin + 1 == kDrawAheadBlocks) {
-            ptx::mbarrier_arrive(s.near_end);
-          }
-          load_k(key_block);
-        }
-        // The first block always counts for some row.
-        const int number = blocks.end - 1 - block;
-        const bool loads = number == 0 || has_use(first_number + number);
-        if constexpr (kPreparesValues) {
-          ptx::mbarrier_wait(s.landing_empty[v_ring.stage], v_ring.parity ^ 1);
-          s.landed[v_ring.stage] = loads;
-          if (!loads) pass_v(s.landing_full, s.landing_empty);
-        } else if (!loads) {
-          pass_v(s.v_full, s.v_empty);
-        }
-        if (loads) load_v(block);
-      }
+      load_on_demand(blocks, first_number, v_ring, load_k, load_v);
       first_number += count;
       continue;
     }

@@ -18,23 +18,25 @@ namespace fmha {
 struct BlockMaxima {
   float row[kRowsPerThread];
 
+  // The rows side by side: the chains of one are too few to hide an instruction's latency.
   __device__ __forceinline__ explicit BlockMaxima(const Logits& s) {
+    float even[kRowsPerThread] = {s[0], s[2]}, odd[kRowsPerThread] = {s[1], s[3]};
 #pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      float even = s[2 * r], odd = s[2 * r + 1];
+    for (int j = 1; j < kTileKV / 8; ++j) {
 #pragma unroll
-      for (int j = 1; j < kTileKV / 8; ++j) {
-        even = ptx::max_or_nan(even, s[4 * j + 2 * r]);
-        odd = ptx::max_or_nan(odd, s[4 * j + 2 * r + 1]);
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        even[r] = ptx::max_or_nan(even[r], s[4 * j + 2 * r]);
+        odd[r] = ptx::max_or_nan(odd[r], s[4 * j + 2 * r + 1]);
       }
-      row[r] = ptx::max_or_nan(even, odd);
     }
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) row[r] = ptx::max_or_nan(even[r], odd[r]);
   }
 };
 
-// The largest maxima, in units of s, that are negligible to a thread's rows. They go by the true running maximum: the
-// softmax's reference may lie below it by the slack.
-class Negligible {
+// The running maxima of a thread's rows, in units of s, and what is negligible beside them. The softmax's references
+// may lie below them by the slack, and no further: a row that outgrows its reference has a new running maximum.
+class RunningMaxima {
  public:
   // A tile of a sequence with kv_len keys; `scale` is the softmax's.
   __device__ __forceinline__ void begin(const Rows& rows, float factor, int kv_len, float scale) {
@@ -43,36 +45,33 @@ class Negligible {
     const float margin = fminf(fmaxf(threshold_log2 / scale, -__FLT_MAX__), __FLT_MAX__);
     margin_ = __fadd_rd(margin, -__FLT_MIN__);
 #pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) limit_[r] = rows.valid[r] ? -kInfinity : kInfinity;
+    for (int r = 0; r < kRowsPerThread; ++r) row_[r] = rows.valid[r] ? -kInfinity : kInfinity;
   }
 
-  // Whether the block may not be left out, as far as this thread knows.
-  __device__ __forceinline__ bool exceeded_by(const BlockMaxima& maxima) const {
-    bool exceeded = false;
+  // Whether the block counts beside one of this thread's. Without branches, which would keep the rows apart.
+  __device__ __forceinline__ bool counts(const BlockMaxima& block) const {
+    bool counts = false;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      exceeded = exceeded || (limit_[r] < kInfinity && !(maxima.row[r] <= limit_[r]));
+      counts |= (row_[r] < kInfinity) & !(block.row[r] <= __fadd_rd(row_[r], margin_));
     }
-    return exceeded;
+    return counts;
   }
 
-  // A block has been taken in. All lanes of the warp take part.
-  __device__ __forceinline__ void raise(const BlockMaxima& maxima) {
-    float candidate[kRowsPerThread];
-    bool raised = false;
+  // Whether the block raises one of the warp's.
+  __device__ __forceinline__ bool raised_by(const BlockMaxima& block) const {
+    return __any_sync(~0u, (block.row[0] > row_[0]) | (block.row[1] > row_[1]));
+  }
+
+  // All lanes of the warp take part.
+  __device__ __forceinline__ void raise(const BlockMaxima& block) {
 #pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      candidate[r] = __fadd_rd(maxima.row[r], margin_);
-      raised = raised || candidate[r] > limit_[r];
-    }
-    if (!__any_sync(~0u, raised)) return;
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) limit_[r] = fmaxf(limit_[r], quad_max(candidate[r]));
+    for (int r = 0; r < kRowsPerThread; ++r) row_[r] = fmaxf(row_[r], quad_max(block.row[r]));
   }
 
  private:
   float margin_;  // log2(threshold) / scale
-  float limit_[kRowsPerThread];  // running maximum + margin
+  float row_[kRowsPerThread];  // infinite behind the sequence's end
 };
 
 // A consumer's choice about its next block; one thread of it.
@@ -80,18 +79,27 @@ __device__ __forceinline__ void publish(int consumer, uint32_t made, uint32_t we
   ptx::store_shared_v2(ptx::shared_address(&storage().choices[consumer]), make_uint2(made, weighing));
 }
 
-// Whether V of a block has to be loaded. Blocks have numbers, counted over all tiles.
-__device__ __forceinline__ bool has_use(uint32_t number) {
-  for (;;) {
-    bool known = true;
+// What the consumers say of a block. Blocks have numbers, counted over all tiles.
+struct Demand {
+  bool any;    // to whom it counts; a consumer that has not chosen yet is expected to choose as for the block before
+  bool known;  // all have chosen
+
+  __device__ __forceinline__ explicit Demand(uint32_t number) : any(false), known(true) {
 #pragma unroll
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
       const uint2 choices = ptx::load_shared_v2(ptx::shared_address(&storage().choices[consumer]));
       const int age = static_cast<int>(choices.x - 1 - number);  // negative: not made yet
-      if (choices.y >> max(age, 0) & 1) return true;
-      known = known && age >= 0;
+      any |= choices.y >> max(age, 0) & 1;
+      known &= age >= 0;
     }
-    if (known) return false;
+  }
+};
+
+// Whether V of a block has to be loaded.
+__device__ __forceinline__ bool has_use(uint32_t number) {
+  for (;;) {
+    const Demand demand(number);
+    if (demand.any || demand.known) return demand.any;
   }
 }
 

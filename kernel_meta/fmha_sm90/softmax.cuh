@@ -82,13 +82,14 @@ struct Softmax {
   }
 
   // Later blocks. Returns whether O must be rescaled (the same for the whole warp).
-  __device__ __forceinline__ bool next(Logits& s) { return next(s, row_max(s, 0), row_max(s, 1)); }
-
-  // The same for who knows this thread's maxima already.
-  __device__ __forceinline__ bool next(Logits& s, float x0, float x1) { return next(s, x0, x1, slack); }
+  __device__ __forceinline__ bool next(Logits& s) { return next(s, slack); }
 
   // One of them whose rows outgrow their reference with anything above it.
-  __device__ __forceinline__ bool next_exact(Logits& s) { return next(s, row_max(s, 0), row_max(s, 1), 0.f); }
+  __device__ __forceinline__ bool next_exact(Logits& s) { return next(s, 0.f); }
+
+  // Moves what outgrows its reference with these maxima, of which each thread has its part. Returns whether O must be
+  // rescaled.
+  __device__ __forceinline__ bool follow(float x0, float x1) { return follow(x0, x1, slack); }
 
   // s becomes p. By itself, the step of a later block that does not look for the maximum, which costs as much as the
   // exponentials: the sums bound this thread's p. Where they are within reference for all threads, `add` them; if not,
@@ -148,15 +149,20 @@ struct Softmax {
     for (int i = 0; i < kTileKV / 2; ++i) s[i] += by[i / 2 % 2];
   }
 
-  __device__ __forceinline__ bool next(Logits& s, float x0, float x1, float slack) {
+  __device__ __forceinline__ bool next(Logits& s, float slack) {
+    const float before[kRowsPerThread] = {offset[0], offset[1]};
+    const bool moved = follow(row_max(s, 0), row_max(s, 1), slack);
+    if (kSage && moved) shift(s, {offset[0] - before[0], offset[1] - before[1]});
+    add(exponentiate(s));
+    return moved;
+  }
+
+  __device__ __forceinline__ bool follow(float x0, float x1, float slack) {
     const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
     if (moved) {
-      const float before[kRowsPerThread] = {offset[0], offset[1]};
       move_reference(0, quad_max(x0), slack);
       move_reference(1, quad_max(x1), slack);
-      if constexpr (kSage) shift(s, {offset[0] - before[0], offset[1] - before[1]});
     }
-    add(exponentiate(s));
     return moved;
   }
 

@@ -72,6 +72,7 @@ struct alignas(1024) Storage {
   StoreRequest store[kConsumers];
   PendingTile pending[kConsumerWarps];
 
+  uint32_t counting[kSkipsSoftmax ? kConsumers : 0];  // of a consumer's blocks, the last that a warp knew to count
   Choices choices[kSkipsSoftmax ? kConsumers : 0];
   SkipTally skipped[kSkipsSoftmax ? kConsumers : 0];
   bool landed[kSkipsSoftmax ? kStagesLanding : 0];  // whether the stage holds values
@@ -128,6 +129,7 @@ __device__ __forceinline__ void init_barriers(Storage& s) {
   }
   ptx::mbarrier_init(s.near_end, 1);
   if constexpr (kSkipsSoftmax) {
+    for (uint32_t& number : s.counting) number = 0;
     for (Choices& choices : s.choices) choices = {0, 1};
     for (SkipTally& tally : s.skipped) tally = {0, 0};
   }

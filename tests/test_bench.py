@@ -130,6 +130,7 @@ def attention(problem: Problem) -> torch.Tensor:
         bmm2_scale=1.0,
         is_causal=workload.mask != "dense",
         window_left=-1 if workload.window is None else workload.window,
+        uses_spcompress=workload.spcompress,
         out=out,
     )
     return out
@@ -140,6 +141,17 @@ PROBLEMS = [
     Workload("window", (70, 5), (90, 3), heads=2, head_dims=(64, 32), mask="window", window=7),
     Workload("dense", (9, 20), (30, 40), heads=2, head_dims=(64, 32), mask="dense", dtype="fp16"),
     Workload("fp8", (40,), heads=2, head_dims=(64, 32), dtype="e4m3"),
+    Workload("pruned", (300,), (511,), heads=2, head_dims=(64, 32), dtype="e4m3", spcompress=True),
+    Workload(
+        "pruned window",
+        (300,),
+        heads=1,
+        head_dims=(64, 32),
+        mask="window",
+        window=260,
+        dtype="e4m3",
+        spcompress=True,
+    ),
 ]
 
 

@@ -69,7 +69,8 @@ struct Softmax {
   }
 
   // First block of a tile: the reference is its exact maximum.
-  __device__ __forceinline__ void first(Logits& s) {
+  template <int kCount>
+  __device__ __forceinline__ void first(float (&s)[kCount]) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       set_reference(r, quad_max(column_max(s, r)));
@@ -79,7 +80,8 @@ struct Softmax {
   }
 
   // Later blocks. Returns whether O must be rescaled (the same for the whole warp).
-  __device__ __forceinline__ bool next(Logits& s) {
+  template <int kCount>
+  __device__ __forceinline__ bool next(float (&s)[kCount]) {
     const float x0 = column_max(s, 0), x1 = column_max(s, 1);
     const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
     if (moved) {
@@ -93,10 +95,11 @@ struct Softmax {
   // s becomes p. By itself, the step of a later block that does not look for the maximum, which costs as much as the
   // exponentials: the sums bound this thread's p. Where they are within reference for all threads, `add` them; if not,
   // s is lost and must be made again for `next`.
-  __device__ __forceinline__ Sums exponentiate(Logits& s) const {
+  template <int kCount>
+  __device__ __forceinline__ Sums exponentiate(float (&s)[kCount]) const {
     float even[kRowsPerThread] = {0.f, 0.f}, odd[kRowsPerThread] = {0.f, 0.f};
 #pragma unroll
-    for (int j = 0; j < kTileKV / 8; ++j) {
+    for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[4 * j + e] = ptx::exp2_approx(fmaf(s[4 * j + e], scale, offset[e / 2]));
       even[0] += s[4 * j];

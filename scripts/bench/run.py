@@ -53,7 +53,7 @@ class Bench:
 
     def line(self, workload: Workload, host: bool) -> Line:
         """One workload. Without a kernel of ours nothing is timed: there is nothing to compare."""
-        refusals = {name: peer.refusal(workload) for name, peer in self._peers.items()}
+        refusals = {name: _refusal(name, peer, workload) for name, peer in self._peers.items()}
         if refusals.get(OURS):
             return Line(workload, (Entry(OURS, True, "refused", refusals[OURS] or ""),))
         problem = make_problem(workload, self._device)
@@ -101,6 +101,12 @@ class Bench:
             for name, rounds in samples.items():
                 found[name][protocol] = summarise(rounds)
         return found
+
+
+def _refusal(name: str, peer: Peer, workload: Workload) -> str | None:
+    if workload.spcompress and name != OURS:
+        return "does not prune"
+    return peer.refusal(workload)
 
 
 def _bind(peer: Peer, problem: Problem, check: Check) -> _Bound:

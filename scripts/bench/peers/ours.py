@@ -62,6 +62,7 @@ class Ours:
                 cum_seq_lens_kv=problem.edges_kv,
                 is_causal=causal,
                 out=out,
+                uses_spcompress=workload.spcompress,
             )
             return out
 
@@ -75,4 +76,5 @@ def _request(workload: Workload) -> dict[str, Any]:
         "mask": _MASKS[workload.mask],
         "num_heads_q": workload.heads,
         "num_heads_kv": workload.kv_heads,
+        "uses_spcompress": workload.spcompress,
     }

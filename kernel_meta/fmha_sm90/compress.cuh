@@ -25,13 +25,21 @@ struct Kept {
   uint32_t places[kPlaceWords], of_other_pair[kPlaceWords];
 };
 
+// 1, which the compiler does not know: an instruction takes one constant that it knows, so that to clear some bits and set
+// others would be two. Nor may it know that all lanes have the same: what it keeps for all of them it copies at each use.
+__device__ __forceinline__ uint32_t unknown_one() {
+  uint32_t lane;
+  asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return 1 + lane / 32;
+}
+
 // Bits 0 and 1 are the place. Bits 2 and 3 tell two chosen ones that are in the wrong order: a bit of the first is then
-// set that is not set in the second. The first is never in a later half than the second. `one` is 1, which the compiler
-// does not know: an instruction takes one constant that it knows, so that two would make two instructions.
+// set that is not set in the second. The first is never in a later half than the second.
 template <uint32_t kPlace>
 __device__ __forceinline__ float marked(float x, uint32_t one) {
   constexpr uint32_t kMarks[] = {0b0000, 0b0101, 0b0110, 0b1111};
-  return __uint_as_float((__float_as_uint(x) & ~15u) | kMarks[kPlace] * one);
+  constexpr bool kSetsAll = kMarks[kPlace] == 15;
+  return __uint_as_float((__float_as_uint(x) & ~15u) | kMarks[kPlace] * (kSetsAll ? 1 : one));
 }
 
 struct Pair {

@@ -225,7 +225,7 @@ class Consumer {
       issue_logits();
       ptx::wgmma_wait<0>();
       ptx::hold_registers(s_);
-      if constexpr (kNow == Block::pruned) logits = two_of_four();
+      if constexpr (kNow == Block::pruned) logits = keep_two_of_four(s_, one_);
       moved = softmax_.next(values(logits));
     }
     logits_arrived(block == last);
@@ -391,14 +391,11 @@ class Consumer {
   template <Block kNow>
   __device__ __forceinline__ decltype(auto) that_count() {
     if constexpr (kNow == Block::pruned) {
-      return two_of_four();
+      return keep_two_of_four(s_, one_);
     } else {
       return (s_);
     }
   }
-
-  // Pruned rows have one head in a tile.
-  __device__ __forceinline__ Kept two_of_four() const { return keep_two_of_four(s_, params_.tile_heads); }
 
   static __device__ __forceinline__ Logits& values(Logits& s) { return s; }
   static __device__ __forceinline__ auto& values(Kept& kept) { return kept.s; }
@@ -565,6 +562,7 @@ class Consumer {
   // A pruned block has half as many probabilities in p_, and says where they belong.
   uint32_t metadata_[kCompressesKeys ? kPlaceWords : 1];
   bool pending_pruned_ = false;  // the pending tile's last block
+  const uint32_t one_ = unknown_one();
 };
 
 }  // namespace fmha

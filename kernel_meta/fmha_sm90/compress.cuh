@@ -3,8 +3,8 @@
 //
 // A thread has to hold whole groups of four. So K of such a block lies in shared memory with its keys permuted: the
 // first half of the rows are the first two keys of every group, the second half the other two (producer.cuh). Thread c
-// of a quad, whose accumulator has columns 8 j + 2 c and the next, then holds group 4 j + c in columns j of both halves,
-// and what it keeps of it are the two elements that the sparse product wants from it, with V in natural order.
+// of a quad, whose accumulator has columns 8 j + 2 c and the next, then holds group 4 j + c in columns j of both
+// halves, and what it keeps of it are the two elements that the sparse product wants from it, with V in natural order.
 //
 // A logit carries its place in the group in its lowest bits, so that the maxima and minima that choose it move both at
 // once. It does not need these bits: a product of 8-bit elements keeps about 13.
@@ -25,8 +25,9 @@ struct Kept {
   uint32_t places[kPlaceWords], of_other_pair[kPlaceWords];
 };
 
-// 1, which the compiler does not know: an instruction takes one constant that it knows, so that to clear some bits and set
-// others would be two. Nor may it know that all lanes have the same: what it keeps for all of them it copies at each use.
+// 1, which the compiler does not know: an instruction takes one constant that it knows, so that to clear some bits and
+// set others would be two. Nor may it know that all lanes have the same: what it keeps for all of them, it copies for
+// each use.
 __device__ __forceinline__ uint32_t unknown_one() {
   uint32_t lane;
   asm("mov.u32 %0, %%laneid;" : "=r"(lane));

@@ -203,8 +203,8 @@ class Consumer {
     if (moved) rescale_output();
   }
 
-  // A block that all rows see whole, behind one that was treated alike. Returns false where a row outgrew its reference:
-  // then the logits are made again, from K that is still there, and the rest of the tile had better look first.
+  // A block that all rows see whole, behind one that was treated alike. Returns false where a row outgrew its
+  // reference: then the logits are made again, from K that is still there, and the rest had better look first.
   template <Block kNow>
   __device__ __forceinline__ bool step_within_reference(int block, int last, int kv_len) {
     take_turn();

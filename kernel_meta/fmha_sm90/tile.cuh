@@ -62,8 +62,8 @@ __device__ __forceinline__ BlockRange block_range(const Tile& tile, int first, i
   return range;
 }
 
-// Blocks [begin, end) whose logits are pruned (compress.cuh), the same for both consumers: those of the tiles of 128 keys
-// that all of the 128 rows from the tile's first see whole, were they all of the sequence.
+// Blocks [begin, end) whose logits are pruned (compress.cuh), the same for both consumers: those of the tiles of 128
+// keys that all of the 128 rows from the tile's first see whole, were they all of the sequence.
 struct PrunedBlocks {
   int begin, end;
 

@@ -76,7 +76,7 @@ class _Tiling(NamedTuple):
         total_q, num_heads_q, _ = problem.query.shape
         group = num_heads_q // problem.key.shape[1]
         split = row.scheduler is Scheduler.SPLIT
-        # A tile of few rows may leave some unused; others are filled. Rows that are pruned together have one head.
+        # A tile of few rows may leave some unused; others are filled. Those pruned together have one head.
         filled = 1 if row.uses_spcompress else math.gcd(group, _WARPGROUP_ROWS)
         tile_heads = packed_heads(group) if split else filled
         tile_tokens = _WARPGROUP_ROWS // tile_heads
@@ -132,8 +132,9 @@ class FmhaSm90Call:
         self._key = _Maps(_spans("key", problem.key, keys), context)
         self._value = _Maps(_spans("value", problem.value, keys, value_swizzle), context)
         self._out = _Maps(_spans("out", problem.out, (*packed, _WHOLE_ROWS)), context)
-        permuted = _permuted_keys(problem.key, row.tile_kv) if row.uses_spcompress else None
-        self._permuted_keys = permuted and _Maps(permuted, context)
+        self._permuted_keys = (
+            _Maps(_permuted_keys(problem.key, row.tile_kv), context) if row.uses_spcompress else None
+        )
         layout = workspace(problem, row, sm_count)
         self._tile_counter = layout.offset("tile_counter")
         self._plan = LaunchPlan(kernel, (tiling.grid, 1, 1))
@@ -192,7 +193,7 @@ class FmhaSm90Call:
             combine(a, stream)
 
     def _out_map(self, a: Arguments) -> bytes:
-        """Params::out_map, in whose place rows with spcompress have their keys. `out` keeps its rules there, too."""
+        """Params::out_map, in whose place rows with spcompress have their keys; the rules of `out` stay."""
         out = self._out[a.out or a.workspace]
         return out if self._permuted_keys is None else self._permuted_keys[a.key or a.workspace]
 

@@ -7,7 +7,10 @@
 //
 // Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs under the other's.
 #pragma once
+#include <utility>
+
 #include "common/ptx/grid.cuh"
+#include "compress.cuh"
 #include "epilogue.cuh"
 #include "mask.cuh"
 #include "sage.cuh"
@@ -37,6 +40,9 @@ struct LogitProducts<Logits> {
   __device__ __forceinline__ Logits& of(Logits& s) { return s; }
   __device__ __forceinline__ Logits& anew(Logits& s) { return s; }
 };
+
+// How the logits of a block are treated: each is visible or not to a row, all are visible, or two of four count.
+enum class Block { masked, whole, pruned, none };
 
 class Consumer {
  public:
@@ -109,39 +115,88 @@ class Consumer {
     if (kQInRegisters && !staged) release_query();
 
     const Mask mask(tile, Rows(first_token, tile.q_len, params_), params_.window_left);
+    if constexpr (kCompressesKeys) {
+      run_pruned(tile, shared, mask, blocks.end, last, first_token);
+      return;
+    }
     int block = blocks.end - 1;
     if (kSeamless && pending_) {
-      first_step<true>(mask, block, last, staged);
+      first_step<Block::masked, Block::whole>(mask, block, last, staged);
     } else {
-      first_step<false>(mask, block, last, staged);
+      first_step<Block::masked, Block::none>(mask, block, last, staged);
     }
     remember(shared, first_token);
     clear(o_);
     // A row may see no key of the first block, and has a reference behind the second.
     const int full_end = kAssumesReference ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
     const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
-    for (--block; block >= max(full_end, last); --block) step<true>(mask, block, last, tile.kv_len);
+    for (--block; block >= max(full_end, last); --block) step<Block::masked>(mask, block, last, tile.kv_len);
     if constexpr (kAssumesReference) {
       for (bool within = true; within && block >= full_begin; --block) {
-        within = step_within_reference(block, last, tile.kv_len);
+        within = step_within_reference<Block::whole>(block, last, tile.kv_len);
       }
     }
-    for (; block >= full_begin; --block) step<false>(mask, block, last, tile.kv_len);
+    for (; block >= full_begin; --block) step<Block::whole>(mask, block, last, tile.kv_len);
     if constexpr (kMask == MaskType::sliding) {
-      for (; block >= last; --block) step<true>(mask, block, last, tile.kv_len);
+      for (; block >= last; --block) step<Block::masked>(mask, block, last, tile.kv_len);
     }
     pending_valid_rows_ = tile.kv_len - last * kTileKV;
     pending_ = true;
     if constexpr (!kSeamless) flush();
   }
 
+  // The same for rows with spcompress: all blocks that are not pruned are masked.
+  __device__ __forceinline__ void run_pruned(const Tile& tile, const Tile& shared, const Mask& mask, int end, int last,
+                                             int first_token) {
+    const PrunedBlocks pruned = pruned_blocks(tile, params_);
+    int block = end - 1;
+    const bool begins_pruned = pruned.contains(block);
+    if (begins_pruned) {
+      first_step<Block::pruned>(mask, block, last);
+    } else {
+      first_step<Block::masked>(mask, block, last);
+    }
+    remember(shared, first_token);
+    clear(o_);
+    --block;
+    if (!begins_pruned) {
+      for (; block >= max(pruned.end, last); --block) step<Block::masked>(mask, block, last, tile.kv_len);
+      // Its predecessor may be the tile's first, of which a row may see no key.
+      if (pruned.contains(block)) step<Block::pruned, Block::masked>(mask, block--, last, tile.kv_len);
+    }
+    if constexpr (kAssumesReference) {
+      for (bool within = true; within && block >= pruned.begin; --block) {
+        within = step_within_reference<Block::pruned>(block, last, tile.kv_len);
+      }
+    }
+    for (; block >= pruned.begin; --block) step<Block::pruned>(mask, block, last, tile.kv_len);
+    if constexpr (kMask == MaskType::sliding) {
+      if (block >= last && !pruned.empty()) step<Block::masked, Block::pruned>(mask, block--, last, tile.kv_len);
+      for (; block >= last; --block) step<Block::masked>(mask, block, last, tile.kv_len);
+    }
+    pending_pruned_ = pruned.contains(last);
+    pending_ = true;
+  }
+
+  template <Block kNow>
+  __device__ __forceinline__ void first_step(const Mask& mask, int block, int last) {
+    if (!pending_) {
+      first_step<kNow, Block::none>(mask, block, last, false);
+    } else if (pending_pruned_) {
+      first_step<kNow, Block::pruned>(mask, block, last, false);
+    } else {
+      first_step<kNow, Block::masked>(mask, block, last, false);
+    }
+  }
+
   // The first block of a tile, beside the last P V of the pending tile.
-  template <bool kPending>
+  template <Block kNow, Block kBefore>
   __device__ __forceinline__ void first_step(const Mask& mask, int block, int last, bool staged) {
+    constexpr bool kPending = kBefore != Block::none;
     Softmax finished = softmax_;
     take_turn();
     issue_logits();
-    if constexpr (kPending) issue_output(pending_valid_rows_);
+    if constexpr (kPending) issue_output<kBefore>(pending_valid_rows_);
     pass_turn();
     ptx::wgmma_wait<kPending ? 1 : 0>();
     complete_logits();
@@ -152,43 +207,47 @@ class Consumer {
         softmax_.set_row_scale(r, bmm1_scale_ * kLog2E * query_scales_.row[r]);
       }
     }
-    mask.apply(s_, block, softmax_);
-    softmax_.first(s_);
-    ptx::hold_registers(s_);
+    if constexpr (kNow == Block::masked) mask.apply(s_, block, softmax_);
+    decltype(auto) logits = that_count<kNow>();
+    softmax_.first(values(logits));
+    ptx::hold_registers(values(logits));
     if constexpr (kPending) output_arrived();
-    probabilities_to_operand();
+    probabilities_to_operand(logits);
     if constexpr (kPending) finish_tile(finished, staged);
   }
 
-  template <bool kMasked>
+  template <Block kNow, Block kBefore = kNow>
   __device__ __forceinline__ void step(const Mask& mask, int block, int last, int kv_len) {
     take_turn();
     issue_logits();
-    issue_output(kv_len - (block + 1) * kTileKV);
+    issue_output<kBefore>(kv_len - (block + 1) * kTileKV);
     pass_turn();
     ptx::wgmma_wait<1>();
     complete_logits();
     logits_arrived(block == last);
-    if constexpr (kMasked) mask.apply(s_, block, softmax_);
-    const bool moved = softmax_.next(s_);
-    ptx::hold_registers(s_);
+    if constexpr (kNow == Block::masked) mask.apply(s_, block, softmax_);
+    decltype(auto) logits = that_count<kNow>();
+    const bool moved = softmax_.next(values(logits));
+    ptx::hold_registers(values(logits));
     output_arrived();
-    probabilities_to_operand();
+    probabilities_to_operand(logits);
     if (moved) rescale_output();
   }
 
-  // A block that all rows see whole. Returns false where a row outgrew its reference: then the logits are made again,
-  // from K that is still there, and the rest of the tile had better look first.
+  // A block that all rows see whole, behind one that was treated alike. Returns false where a row outgrew its
+  // reference: then the logits are made again, from K that is still there, and the rest had better look first.
+  template <Block kNow>
   __device__ __forceinline__ bool step_within_reference(int block, int last, int kv_len) {
     take_turn();
     issue_logits();
-    issue_output(kv_len - (block + 1) * kTileKV);
+    issue_output<kNow>(kv_len - (block + 1) * kTileKV);
     pass_turn();
     ptx::wgmma_wait<1>();
     complete_logits();
-    const Sums sums = softmax_.exponentiate(s_);
+    decltype(auto) logits = that_count<kNow>();
+    const Sums sums = softmax_.exponentiate(values(logits));
     const bool within = !any_of_warpgroup(!Softmax::within_reference(sums));
-    ptx::hold_registers(s_);
+    ptx::hold_registers(values(logits));
     output_arrived();
     bool moved = false;
     if (within) {
@@ -197,10 +256,11 @@ class Consumer {
       issue_logits();
       ptx::wgmma_wait<0>();
       complete_logits();
-      moved = softmax_.next(s_);
+      if constexpr (kNow == Block::pruned) logits = keep_two_of_four(s_, one_);
+      moved = softmax_.next(values(logits));
     }
     logits_arrived(block == last);
-    probabilities_to_operand();
+    probabilities_to_operand(logits);
     if (moved) rescale_output();
     return within;
   }
@@ -216,11 +276,20 @@ class Consumer {
   // The pending tile without a next block to hide behind. Its rows go out directly: the Q buffer may already hold
   // the next Q.
   __device__ __forceinline__ void flush() {
-    issue_output(pending_valid_rows_);
-    ptx::wgmma_wait<0>();
-    output_arrived();
+    if (kCompressesKeys && pending_pruned_) {
+      last_output<Block::pruned>();
+    } else {
+      last_output<Block::whole>();
+    }
     finish_tile(softmax_, false);
     pending_ = false;
+  }
+
+  template <Block kBlock>
+  __device__ __forceinline__ void last_output() {
+    issue_output<kBlock>(pending_valid_rows_);
+    ptx::wgmma_wait<0>();
+    output_arrived();
   }
 
   // ---- products
@@ -270,6 +339,7 @@ class Consumer {
   }
 
   // o += P V of the block before. Only `valid_rows` rows of V belong to the sequence.
+  template <Block kBlock>
   __device__ __forceinline__ void issue_output(int valid_rows) {
     Storage& s = storage();
     ptx::mbarrier_wait(s.v_full[v_ring_.stage], v_ring_.parity);
@@ -277,7 +347,17 @@ class Consumer {
     const uint64_t v = ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(s.v[v_ring_.stage]), kTileKV * kRowBytes);
     ptx::hold_registers(o_);
     ptx::hold_registers(p_);
+    if constexpr (kCompressesKeys) ptx::hold_registers(metadata_);
     ptx::wgmma_fence();
+    if constexpr (kBlock == Block::pruned) {
+      issue_sparse_products(v, std::make_integer_sequence<int, kTileKV / 32>());
+    } else {
+      issue_products(v);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_products(uint64_t v) {
 #pragma unroll
     for (int i = 0; i < kTileKV / 16; ++i) {
 #pragma unroll
@@ -288,7 +368,16 @@ class Consumer {
             ptx::advance_descriptor(v, i * 16 * kRowBytes + column / kChunk * (kTileKV * kRowBytes)));
       }
     }
-    ptx::wgmma_commit();
+  }
+
+  template <int... kSteps>
+  __device__ __forceinline__ void issue_sparse_products(uint64_t v, std::integer_sequence<int, kSteps...>) {
+    static_assert(kProductN == kHeadDimV);
+    (ptx::SparseWgmma<kHeadDimV>::template rs<kSteps % 2>(o_, p_[4 * kSteps], p_[4 * kSteps + 1], p_[4 * kSteps + 2],
+                                                          p_[4 * kSteps + 3],
+                                                          ptx::advance_descriptor(v, kSteps * 32 * kRowBytes),
+                                                          metadata_[kSteps / 2]),
+     ...);
   }
 
   // Rows of V behind the sequence meet probabilities of 0, but 0 * NaN is NaN: they must not reach the product.
@@ -320,6 +409,7 @@ class Consumer {
     ptx::wgmma_wait<0>();
     ptx::hold_registers(o_);
     ptx::hold_registers(p_);
+    if constexpr (kCompressesKeys) ptx::hold_registers(metadata_);
     arrive(storage().v_empty[v_ring_.stage]);
     v_ring_.advance();
   }
@@ -335,10 +425,32 @@ class Consumer {
     v_ring_.advance();
   }
 
+  // Logits that softmax turns into probabilities: those of the block, or what pruning leaves of them.
+  template <Block kNow>
+  __device__ __forceinline__ decltype(auto) that_count() {
+    if constexpr (kNow == Block::pruned) {
+      return keep_two_of_four(s_, one_);
+    } else {
+      return (s_);
+    }
+  }
+
+  static __device__ __forceinline__ Logits& values(Logits& s) { return s; }
+  static __device__ __forceinline__ auto& values(Kept& kept) { return kept.s; }
+
   // The accumulator layout of two neighbouring 8-column groups is the A operand layout of 16 columns.
-  __device__ __forceinline__ void probabilities_to_operand() {
+  template <int kCount>
+  __device__ __forceinline__ void probabilities_to_operand(const float (&p)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < kTileKV / 4; ++i) p_[i] = pack<kProductType>(s_[2 * i], s_[2 * i + 1]);
+    for (int i = 0; i < kCount / 2; ++i) p_[i] = pack<kProductType>(p[2 * i], p[2 * i + 1]);
+  }
+
+  __device__ __forceinline__ void probabilities_to_operand(Kept& kept) {
+    probabilities_to_operand(kept.s);
+    ptx::hold_registers(kept.places);
+    ptx::hold_registers(kept.of_other_pair);
+#pragma unroll
+    for (int i = 0; i < kPlaceWords; ++i) metadata_[i] = metadata(kept.places[i], kept.of_other_pair[i]);
   }
 
   __device__ __forceinline__ void rescale_output() {
@@ -488,6 +600,11 @@ class Consumer {
   uint32_t q_parity_ = 0;
   bool pending_ = false;
   int pending_valid_rows_ = 0;
+
+  // A pruned block has half as many probabilities in p_, and says where they belong.
+  uint32_t metadata_[kCompressesKeys ? kPlaceWords : 1];
+  bool pending_pruned_ = false;  // the pending tile's last block
+  const uint32_t one_ = unknown_one();
 };
 
 }  // namespace fmha

@@ -72,7 +72,8 @@ struct Softmax {
   }
 
   // First block of a tile: the reference is its exact maximum.
-  __device__ __forceinline__ void first(Logits& s) {
+  template <int kCount>
+  __device__ __forceinline__ void first(float (&s)[kCount]) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       set_reference(r, quad_max(row_max(s, r)));
@@ -82,7 +83,8 @@ struct Softmax {
   }
 
   // Later blocks. Returns whether O must be rescaled (the same for the whole warp).
-  __device__ __forceinline__ bool next(Logits& s) {
+  template <int kCount>
+  __device__ __forceinline__ bool next(float (&s)[kCount]) {
     const float x0 = row_max(s, 0), x1 = row_max(s, 1);
     const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
     if (moved) {
@@ -96,10 +98,11 @@ struct Softmax {
   // s becomes p. By itself, the step of a later block that does not look for the maximum, which costs as much as the
   // exponentials: the sums bound this thread's p. Where they are within reference for all threads, `add` them; if not,
   // s is lost and must be made again for `next`.
-  __device__ __forceinline__ Sums exponentiate(Logits& s) const {
+  template <int kCount>
+  __device__ __forceinline__ Sums exponentiate(float (&s)[kCount]) const {
     float even[kRowsPerThread] = {0.f, 0.f}, odd[kRowsPerThread] = {0.f, 0.f};
 #pragma unroll
-    for (int j = 0; j < kTileKV / 8; ++j) {
+    for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         s[4 * j + e] = ptx::exp2_approx(fmaf(s[4 * j + e], kSage ? row_scale[e / 2] : scale, offset[e / 2]));
@@ -124,11 +127,12 @@ struct Softmax {
 
  private:
   // Of this thread's part of row r, as references are counted.
-  __device__ __forceinline__ float row_max(const Logits& s, int r) const {
+  template <int kCount>
+  __device__ __forceinline__ float row_max(const float (&s)[kCount], int r) const {
     const float factor = kSage ? row_scale[r] : 1.f;
     float even = factor * s[2 * r], odd = factor * s[2 * r + 1];
 #pragma unroll
-    for (int j = 1; j < kTileKV / 8; ++j) {
+    for (int j = 1; j < kCount / 4; ++j) {
       even = fmaxf(even, factor * s[4 * j + 2 * r]);
       odd = fmaxf(odd, factor * s[4 * j + 2 * r + 1]);
     }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +39,14 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 
 class Types(NamedTuple):
-    """Element types of query and key, of value, and of out; tokens per Sage scale of query and key."""
+    """Element types of query and key, of value, and of out; tokens per Sage scale of query and key; `options`
+    ask for a variant of the kernel."""
 
     query: torch.dtype
     value: torch.dtype
     out: torch.dtype
     sage_blocks: tuple[int, int] | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 TYPES = {
@@ -54,6 +57,8 @@ TYPES = {
     "fp8 values": Types(torch.bfloat16, E4M3, torch.bfloat16),
     "sage int8": Types(torch.int8, E4M3, torch.bfloat16, (1, 16)),
     "sage fp8": Types(E4M3, E4M3, torch.bfloat16, (16, 4)),
+    "spcompress": Types(E4M3, E4M3, torch.bfloat16, None, {"uses_spcompress": True}),
+    "spcompress to fp16": Types(E4M3, E4M3, torch.float16, None, {"uses_spcompress": True}),
 }
 _INT8_DEVIATION = 40.0
 
@@ -103,10 +108,7 @@ class Problem:
 
     def spans(self) -> Iterator[slice]:
         """The query rows of each sequence."""
-        begin = 0
-        for length in self.q_lens:
-            yield slice(begin, begin + length)
-            begin += length
+        return spans(self.q_lens)
 
     def alone(self, number: int) -> Problem:
         """One sequence as a batch of its own, in tensors of its own."""
@@ -144,7 +146,10 @@ def make_problem(
     seed: int = 0,
     **options: Any,
 ) -> Problem:
-    """Normal inputs. `padding` tokens at the end of every tensor belong to no sequence."""
+    """Normal inputs. `padding` tokens at the end of every tensor belong to no sequence.
+
+    Where a kernel chooses among logits, queries and keys are such that rounding does not decide the choice.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def randn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -162,13 +167,16 @@ def make_problem(
         v_scales = torch.rand(kv_heads, dims[1], generator=generator, device=device) + 0.5
         options["sage_attn_sfs"] = (q_scales, k_scales, None, v_scales)
         options["num_elts_per_sage_attn_blk"] = (*types.sage_blocks, 0, 1)
+    query, key = randn(types.query, total_q, heads, dims[0]), randn(types.query, total_kv, kv_heads, dims[0])
+    if types.options.get("uses_spcompress"):
+        query, key = _without_ties(query, key, kv_lens)
     return Problem(
-        query=randn(types.query, total_q, heads, dims[0]),
-        key=randn(types.query, total_kv, kv_heads, dims[0]),
+        query=query,
+        key=key,
         value=randn(types.value, total_kv, kv_heads, dims[1]),
         q_lens=list(q_lens),
         kv_lens=list(kv_lens),
-        options={"bmm1_scale": 1 / math.sqrt(dims[0]), **options},
+        options={"bmm1_scale": 1 / math.sqrt(dims[0]), **types.options, **options},
         out_dtype=types.out,
     )
 
@@ -201,6 +209,27 @@ def sage_scales(
         unused[columns] = False
     scales[:, unused.to(scales.device)] = math.nan
     return scales
+
+
+def _without_ties(
+    query: torch.Tensor, key: torch.Tensor, kv_lens: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Small whole numbers, and a last element that tells four consecutive keys apart: multiples of 1/4, which
+    even products of 8 bits add up exactly, and no two of the four are equal."""
+    query, key = (tensor.float().round().clamp(-3, 3) for tensor in (query, key))
+    query[..., -1] = 1
+    for keys in spans(kv_lens):
+        place = torch.arange(keys.stop - keys.start, device=key.device) % 4
+        key[keys, :, -1] = place[:, None] / 4
+    return query.to(E4M3), key.to(E4M3)
+
+
+def spans(lengths: Sequence[int]) -> Iterator[slice]:
+    """The tokens of each sequence."""
+    begin = 0
+    for length in lengths:
+        yield slice(begin, begin + length)
+        begin += length
 
 
 def edges(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -40,7 +40,7 @@ def assert_usable(device: torch.device, workspace: torch.Tensor) -> None:
     assert_matches(problem, call(problem, workspace), expect(problem))
 
 
-@pytest.mark.parametrize("types", ["bf16", "fp8", "sage fp8"])
+@pytest.mark.parametrize("types", ["bf16", "fp8", "sage fp8", "spcompress"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_strided_tensors(
@@ -221,7 +221,9 @@ def test_guard_regions(
     ("types", "poison"),
     [
         *itertools.product(["bf16"], [math.nan, math.inf, -math.inf]),
-        *itertools.product(["fp8", "fp8 values", "sage fp8"], [math.nan]),  # e4m3 has no infinity
+        *itertools.product(
+            ["fp8", "fp8 values", "sage fp8", "spcompress"], [math.nan]
+        ),  # e4m3 has no infinity
     ],
 )
 @pytest.mark.parametrize("mask", MASKS)
@@ -306,7 +308,7 @@ def free_or_skip(device: torch.device, needed: int) -> None:
         pytest.skip(f"needs {needed >> 30} GiB of free device memory; there are {free >> 30}")
 
 
-@pytest.mark.parametrize("types", ["bf16", "fp8", "sage int8"])
+@pytest.mark.parametrize("types", ["bf16", "fp8", "sage int8", "spcompress"])
 def test_kv_offsets_past_two_to_the_31(types: str, device: torch.device, workspace: torch.Tensor) -> None:
     """The second request begins at element 87382 * 128 * 192, just past 2^31."""
     free_or_skip(device, 12 << 30)

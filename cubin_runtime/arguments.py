@@ -69,6 +69,7 @@ class Call(msgspec.Struct, frozen=True):
     use_fp16_softmax: bool | None
     uses_spcompress: bool | None
     skip_all_rows_active_check: bool
+    skip_softmax_counts: torch.Tensor | None = None
 
 
 def check(call: Call) -> None:
@@ -82,6 +83,7 @@ def check(call: Call) -> None:
     _check_scale("bmm2_scale", call.bmm2_scale, call)
     _check_sinks(call)
     _check_skip_factor(call.skip_softmax_threshold_scale_factor)
+    _check_skip_counts(call)
     _check_out(call)
     _check_lse(call)
     _check_sage(call)
@@ -199,6 +201,19 @@ def _check_skip_factor(factor: object) -> None:
         refuse(name, f"is a {type(factor).__name__}", "None or a float")
     if not math.isfinite(factor) or factor < 0:
         refuse(name, f"is {factor}", "a finite float of at least 0")
+
+
+def _check_skip_counts(call: Call) -> None:
+    name, counts = "skip_softmax_counts", call.skip_softmax_counts
+    if counts is None:
+        return
+    _require_tensor(name, counts)
+    if not skips_softmax(call.skip_softmax_threshold_scale_factor):
+        refuse(name, "is given without skip_softmax_threshold_scale_factor", "both, or no counts")
+    if counts.dtype != torch.int64 or tuple(counts.shape) != (2,) or not counts.is_contiguous():
+        given = f"is {counts.dtype} with shape {tuple(counts.shape)} and stride {counts.stride()}"
+        refuse(name, given, "contiguous int64 with shape (2,)")
+    _require_device(name, counts, call.query)
 
 
 # ---- lengths

@@ -84,6 +84,8 @@ def trtllm_ragged_attention_deepseek(
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
     skip_all_rows_active_check: bool = True,
+    *,
+    skip_softmax_counts: Tensor | None = None,
 ) -> Result:
     """Attention over a ragged batch: every sequence's queries against its own keys and values.
 
@@ -125,6 +127,11 @@ def trtllm_ragged_attention_deepseek(
     use_fp16_softmax, uses_spcompress   kernel variants; None = off
     skip_all_rows_active_check   for kernels that cannot handle rows without keys. These can: a row that
                     sees no key gets out 0 and lse -inf
+    skip_softmax_counts   int64 [2], for skip-softmax: the number of tiles that were left out is added to the
+                    first, that of all tiles to the second. A tile is what is left out at once: of our
+                    kernels 64 query rows (of one token each in as many heads as share a kv head, if
+                    they are several) by the keys of a block; of the reference 128 by 128. It counts
+                    where a row sees one of its keys
 
     Raises InvalidArgumentError (a ValueError) for an argument, UnsupportedError (a NotImplementedError)
     for a window without is_causal, NoKernelError (a LookupError) with the reasons of every kernel where
@@ -160,6 +167,7 @@ def trtllm_ragged_attention_deepseek(
         use_fp16_softmax,
         uses_spcompress,
         skip_all_rows_active_check,
+        skip_softmax_counts,
     )
     if _read_by_dynamo():
         return torch_ops.record(*arguments)
@@ -197,7 +205,14 @@ def _shortcut(call: Call) -> tuple[Hashable, list[Tensor]]:
 
     The key is None for Sage scales, whose tensors are left to the signature.
     """
-    optional = (call.attention_sinks, call.out, call.lse, call.bmm1_scale, call.bmm2_scale)
+    optional = (
+        call.attention_sinks,
+        call.out,
+        call.lse,
+        call.bmm1_scale,
+        call.bmm2_scale,
+        call.skip_softmax_counts,
+    )
     tensors = [
         call.query,
         call.key,
@@ -231,6 +246,7 @@ def _signature(call: Call) -> Hashable:
         _layout(call.attention_sinks),
         _layout(call.out),
         _layout(call.lse),
+        _layout(call.skip_softmax_counts),
         *map(_layout, call.sage_attn_sfs),
         float if isinstance(call.bmm1_scale, _NUMBER) else _layout(call.bmm1_scale),
         float if isinstance(call.bmm2_scale, _NUMBER) else _layout(call.bmm2_scale),
@@ -267,7 +283,7 @@ def _run(call: Call, prepared: PreparedCall) -> Result:
     if prepared.problem.query.shape[0]:
         if not prepared.handles_empty_rows and _leaves_out_rows(call, out, lse):
             return (out, cast(Tensor, lse)) if call.return_lse else out
-        sinks = call.attention_sinks
+        sinks, counts = call.attention_sinks, call.skip_softmax_counts
         addresses = Arguments(
             call.query.data_ptr(),
             call.key.data_ptr(),
@@ -283,6 +299,7 @@ def _run(call: Call, prepared: PreparedCall) -> Result:
             call.o_sf_scale,
             call.seq_lens.data_ptr(),
             _NO_SCALES if prepared.problem.request.sage_blocks == SAGE_OFF else _sage(call.sage_attn_sfs),
+            0 if counts is None else counts.data_ptr(),
         )
         if logger.isEnabledFor(logging.DEBUG):
             _log_launch(call, prepared)
@@ -303,7 +320,7 @@ def _leaves_out_rows(call: Call, out: Tensor, lse: Tensor | None) -> bool:
     parts = None if lengths is None else empty_rows.split(lengths, call.is_causal)
     if parts is not None and not parts.is_whole:
         empty_rows.attend(
-            whole, parts, lambda smaller: trtllm_ragged_attention_deepseek(*msgspec.structs.astuple(smaller))
+            whole, parts, lambda smaller: trtllm_ragged_attention_deepseek(**msgspec.structs.asdict(smaller))
         )
         return True
     if call.key.shape[0]:
@@ -445,6 +462,7 @@ def _run_reference(call: Call) -> Result:
         window_left=call.window_left,
         attention_sinks=call.attention_sinks,
         skip_softmax_threshold_scale_factor=call.skip_softmax_threshold_scale_factor,
+        skip_softmax_counts=call.skip_softmax_counts,
         uses_spcompress=bool(call.uses_spcompress),
         sage_attn_sfs=cast(Any, tuple(call.sage_attn_sfs)),
         num_elts_per_sage_attn_blk=cast(Any, tuple(call.num_elts_per_sage_attn_blk)),

@@ -46,6 +46,7 @@ def ragged_attention_reference(
     window_left: int = -1,
     attention_sinks: torch.Tensor | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
+    skip_softmax_counts: torch.Tensor | None = None,
     uses_spcompress: bool = False,
     sage_attn_sfs: SageScales = (None, None, None, None),
     num_elts_per_sage_attn_blk: tuple[int, int, int, int] = (0, 0, 0, 0),
@@ -64,6 +65,9 @@ def ragged_attention_reference(
     e4m3 saturates at 448); lse is float32 [total_q, num_heads_q], base 2. Only rows that
     cum_seq_lens_q covers are written. A row that sees no key gets out 0 and lse -inf.
 
+    skip_softmax_counts, int64 [2], has the number of tiles that skip-softmax left out added to the first
+    and that of tiles of which a row sees a key to the second.
+
     Half-precision softmax has no counterpart here: its reference is the exact one.
 
     Arguments are taken as valid; the public call checks them.
@@ -77,6 +81,7 @@ def ragged_attention_reference(
         bmm2_scale=_scalar(bmm2_scale),
         sinks=attention_sinks,
         skip_factor=skip_softmax_threshold_scale_factor or 0.0,
+        skip_counts=skip_softmax_counts,
         uses_spcompress=uses_spcompress,
         sage_scales=sage_attn_sfs if sum(num_elts_per_sage_attn_blk) else (None, None, None, None),
         sage_blocks=num_elts_per_sage_attn_blk,
@@ -197,6 +202,7 @@ class _Problem(NamedTuple):
     bmm2_scale: Scale
     sinks: torch.Tensor | None
     skip_factor: float  # 0 = off
+    skip_counts: torch.Tensor | None
     uses_spcompress: bool
     sage_scales: SageScales
     sage_blocks: tuple[int, int, int, int]
@@ -286,7 +292,10 @@ def _attend_chunk(
     if problem.uses_spcompress:
         _prune_interior_tiles(logits, mask, rows, seen)
     if problem.skip_factor:
-        logits.masked_fill_(_negligible(logits, problem.skip_factor / mask.kv_len), -math.inf)
+        tiles = _Tiles.of(logits, problem.skip_factor / mask.kv_len)
+        logits.masked_fill_(tiles.spread(logits), -math.inf)
+        if problem.skip_counts is not None:
+            problem.skip_counts.add_(torch.stack((tiles.left_out.sum(), tiles.seen.sum())))
 
     peak = logits.amax(-1)
     sinks = None if problem.sinks is None else problem.sinks[heads, None].to(problem.dtype)
@@ -321,23 +330,35 @@ def _prune_interior_tiles(logits: torch.Tensor, mask: _Mask, rows: slice, keys: 
         fours.scatter_(-1, fours.topk(2, largest=False).indices, -math.inf)
 
 
-def _negligible(logits: torch.Tensor, threshold: float) -> torch.Tensor:
-    """skip-softmax: bool [heads, rows, keys], true in the tiles that are left out.
+class _Tiles(NamedTuple):
+    """skip-softmax: which tiles some row sees, and which of these are left out, bool [heads, rows, keys].
 
     Tiles are visited from the last visible one to the first, as our kernels do. One is left out when
     exp(tile maximum - maximum over the tiles visited before) < threshold holds for each of its rows; a
     row that sees no key of the tile agrees. So the first tile that a row sees is never left out.
     """
-    heads, rows, keys = logits.shape
-    row_tiles, key_tiles = -(-rows // TILE), -(-keys // TILE)
-    padding = (0, key_tiles * TILE - keys, 0, row_tiles * TILE - rows)
-    padded = torch.nn.functional.pad(logits, padding, value=-math.inf)
-    peaks = padded.view(heads, row_tiles, TILE, key_tiles, TILE).amax(-1)
-    running = peaks.flip(-1).cummax(-1).values.flip(-1)
-    before = torch.nn.functional.pad(running[..., 1:], (0, 1), value=-math.inf)
-    skipped = ((peaks < before + math.log(threshold)) | (peaks == -math.inf)).all(2)
-    skipped = skipped.repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)
-    return skipped[:, :rows, :keys]
+
+    seen: torch.Tensor
+    left_out: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, threshold: float) -> _Tiles:
+        """Of logits [heads, rows, keys], -inf where a key is hidden."""
+        heads, rows, keys = logits.shape
+        row_tiles, key_tiles = -(-rows // TILE), -(-keys // TILE)
+        padding = (0, key_tiles * TILE - keys, 0, row_tiles * TILE - rows)
+        padded = torch.nn.functional.pad(logits, padding, value=-math.inf)
+        peaks = padded.view(heads, row_tiles, TILE, key_tiles, TILE).amax(-1)
+        running = peaks.flip(-1).cummax(-1).values.flip(-1)
+        before = torch.nn.functional.pad(running[..., 1:], (0, 1), value=-math.inf)
+        seen = peaks != -math.inf
+        negligible = ((peaks < before + math.log(threshold)) | ~seen).all(2)
+        return cls(seen.any(2), negligible & seen.any(2))
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """bool like the logits, true where they are left out."""
+        left_out = self.left_out.repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)
+        return left_out[:, : logits.shape[1], : logits.shape[2]]
 
 
 def _weigh(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

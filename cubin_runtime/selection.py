@@ -32,6 +32,8 @@ _DISTANCE = {"arch": 2, "backend": 2, "blocked": 0}
 _FAMILY_OF_SUFFIX = {"a": 2, "f": 1, "": 0}
 _RANK_OF_SCHEDULER = {"split": 2, "persistent": 1, "static": 0}
 
+_FLAGS = ("use_fp16_softmax", "uses_spcompress", "skips_softmax")
+
 _NOT_BUILT = "this kernel is in the table but has not been built (scripts/build_cubins.py)"
 
 
@@ -191,23 +193,30 @@ def _decide(
 
 def describe(request: KernelRequest) -> str:
     """The request in one line of names."""
-    q, k, v, o = request.dtype_q, request.dtype_k, request.dtype_v, request.dtype_o
     parts = [
         f"compute capability {request.capability}",
         f"backend {request.backend}",
-        f"q/k/v {q}" if q == k == v else f"q {q}, k {k}, v {v}",
-        f"out {o}",
+        _spell_dtypes(request),
         f"head dims ({request.head_dim_qk}, {request.head_dim_v})",
         f"{request.mask_type} mask",
         f"{_count(request.num_heads_q, 'query head')} over {_count(request.num_heads_kv, 'kv head')}",
     ]
     if request.batch_size is not None and request.max_q_len is not None:
         parts.append(f"{_count(request.batch_size, 'sequence')} of up to {request.max_q_len} queries")
-    flags = ("use_fp16_softmax", "uses_spcompress", "skips_softmax")
-    parts += [flag for flag in flags if getattr(request, flag)]
+    return ", ".join(parts + _variants(request))
+
+
+def _spell_dtypes(of: KernelRequest | KernelRow) -> str:
+    q, k, v, o = of.dtype_q, of.dtype_k, of.dtype_v, of.dtype_o
+    return f"{f'q/k/v {q}' if q == k == v else f'q {q}, k {k}, v {v}'}, out {o}"
+
+
+def _variants(request: KernelRequest) -> list[str]:
+    """The variants that are asked for."""
+    variants = [flag for flag in _FLAGS if getattr(request, flag)]
     if request.sage_blocks != SAGE_OFF:
-        parts.append(f"Sage blocks {request.sage_blocks}")
-    return ", ".join(parts)
+        variants.append(f"Sage blocks {request.sage_blocks}")
+    return variants
 
 
 def _mismatches(request: KernelRequest, row: KernelRow, blocked: Mapping[str, str]) -> Iterator[Mismatch]:
@@ -343,7 +352,21 @@ def _why_none(request: KernelRequest, rejected: Iterable[Decision]) -> str:
                 f"{field} {blocking[0].requested}: no kernel for compute capability {request.capability} "
                 f"has it; they have {available}"
             )
+    others = _dtypes_with_variants(request, runnable)
+    if others:
+        return (
+            f"{', '.join(_variants(request))}: no kernel for compute capability {request.capability} "
+            f"has it for {_spell_dtypes(request)}; they have it for {'; '.join(others)}"
+        )
     return f"each value exists for compute capability {request.capability}, but not this combination"
+
+
+def _dtypes_with_variants(request: KernelRequest, rejected: Iterable[Decision]) -> list[str]:
+    """The dtypes that have the variants asked for, if those of the request do not."""
+    variants = {*_FLAGS, "sage_blocks"}
+    having = (d.row for d in rejected if not variants & {m.field for m in d.mismatches})
+    dtypes = {_spell_dtypes(row) for row in having}
+    return [] if not _variants(request) or _spell_dtypes(request) in dtypes else sorted(dtypes)
 
 
 def _differs(decision: Decision, field: str) -> bool:

@@ -56,7 +56,8 @@ _SCHEMA = """ragged_attention(
     Tensor? kv_seq_lens_cpu,
     bool? use_fp16_softmax,
     bool? uses_spcompress,
-    bool skip_all_rows_active_check
+    bool skip_all_rows_active_check,
+    Tensor(d!)? skip_softmax_counts
 ) -> ()"""
 
 # Inductor may pick other strides for its intermediates than eager torch; what is legal here depends on them.

@@ -63,4 +63,4 @@ def as_call(arguments: Mapping[str, Any]) -> Call:
     """The arguments as the checks take them, defaults filled in."""
     bound = SIGNATURE.bind(**arguments)
     bound.apply_defaults()
-    return Call(*bound.args)
+    return Call(**bound.arguments)

@@ -153,6 +153,23 @@ BAD: dict[str, tuple[dict[str, Any] | Change, str]] = {
         {"skip_softmax_threshold_scale_factor": torch.ones(1)},
         "skip_softmax_threshold_scale_factor is a Tensor",
     ),
+    "skip counts without a factor": (
+        {"skip_softmax_counts": torch.zeros(2, dtype=torch.int64)},
+        "skip_softmax_counts is given without skip_softmax_threshold_scale_factor",
+    ),
+    **{
+        f"skip counts {name}": (
+            {"skip_softmax_threshold_scale_factor": 1.0, "skip_softmax_counts": counts},
+            f"skip_softmax_counts {message}",
+        )
+        for name, counts, message in (
+            ("list", [0, 0], "is a list"),
+            ("int32", torch.zeros(2, dtype=torch.int32), "is torch.int32 with shape (2,)"),
+            ("shape", torch.zeros(1, 2, dtype=torch.int64), "is torch.int64 with shape (1, 2)"),
+            ("strided", torch.zeros(4, dtype=torch.int64)[::2], "is torch.int64 with shape (2,) and stride"),
+            ("device", torch.zeros(2, dtype=torch.int64, device="meta"), "is on meta"),
+        )
+    },
     # sinks
     "sinks list": ({"attention_sinks": [0.0] * 4}, "attention_sinks is a list"),
     "sinks bf16": (
@@ -292,6 +309,10 @@ GOOD: dict[str, dict[str, Any] | Change] = {
     "0-d scale": {"bmm1_scale": torch.tensor(1.0), "bmm2_scale": torch.ones(1, 1, 1)},
     "window of the reference": {"is_causal": False, "window_left": 2},
     "skip factor": {"skip_softmax_threshold_scale_factor": 0},
+    "skip counts": {
+        "skip_softmax_threshold_scale_factor": 1.0,
+        "skip_softmax_counts": torch.zeros(2, dtype=torch.int64),
+    },
     "sinks": {"attention_sinks": torch.zeros(4)},
     "lse transposed": {"lse": torch.empty(4, 5).T},
     "out of another dtype": {"out": torch.empty(5, 4, 128).half()},

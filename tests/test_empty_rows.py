@@ -38,7 +38,7 @@ def make_call(lengths: Lengths, **changes: Any) -> Call:
 
 
 def reference(call: Call) -> None:
-    trtllm_ragged_attention_deepseek(*msgspec.structs.astuple(call))
+    trtllm_ragged_attention_deepseek(**msgspec.structs.asdict(call))
 
 
 def rows(spans: list[Span]) -> set[int]:

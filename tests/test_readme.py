@@ -13,7 +13,7 @@ import pytest
 from update_readme import output_of, sessions
 
 from cubin_runtime import errors, settings
-from cubin_runtime.request import SAGE_ANY, SAGE_OFF, Capability, DType
+from cubin_runtime.request import SAGE_OFF, Capability, DType
 from kernel_meta.schema import KernelRow
 from kernel_meta.tables import all_rows
 
@@ -69,6 +69,16 @@ def head_dims(row: KernelRow) -> str:
     return f"({row.head_dim_qk}, {row.head_dim_v})"
 
 
+def variant_of(row: KernelRow) -> str:
+    variants = {
+        "skip-softmax": row.skips_softmax,
+        "fp16 softmax": row.fp16_softmax,
+        "spcompress": row.uses_spcompress,
+        "Sage scales": row.sage_blocks != SAGE_OFF,
+    }
+    return " with ".join(name for name, on in variants.items() if on) or "none"
+
+
 def test_no_family_is_left_out() -> None:
     assert {row.family for row in all_rows() if has_module(row.family)} == {"fmha_sm90", "fmha_trtllm_gen"}
 
@@ -76,10 +86,11 @@ def test_no_family_is_left_out() -> None:
 def test_the_support_table_of_hopper_is_the_kernel_table() -> None:
     claimed = {
         (query, value, out, size, mask, variant)
-        for query, value, outs, dims, masks, variant in table("query, key")
+        for query, value, outs, dims, masks, variants in table("query, key")
         for out in outs.split(", ")
         for size in re.findall(r"\(.*?\)", dims)
         for mask in masks.split(", ")
+        for variant in variants.split(", ")
     }
     rows = launchable("fmha_sm90")
     assert claimed == {
@@ -89,22 +100,14 @@ def test_the_support_table_of_hopper_is_the_kernel_table() -> None:
             str(row.dtype_o),
             head_dims(row),
             str(row.mask_type),
-            variant(row),
+            variant_of(row),
         )
         for row in rows
     }
     for row in rows:
         assert row.dtype_q == row.dtype_k
         assert (row.family, row.arch) == ("fmha_sm90", "sm_90a")
-        assert not any((row.fp16_softmax, row.skips_softmax))
-
-
-def variant(row: KernelRow) -> str:
-    return (
-        "`uses_spcompress`"
-        if row.uses_spcompress
-        else {SAGE_OFF: "none", SAGE_ANY: "Sage scales"}[row.sage_blocks]
-    )
+        assert variant_of(row) == "none" or row.scheduler == "persistent"
 
 
 def test_the_support_table_of_blackwell_is_the_kernel_table() -> None:

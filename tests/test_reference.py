@@ -243,6 +243,24 @@ def test_skip_softmax_visits_the_last_tile_first() -> None:
     assert out.item() == pytest.approx(math.exp(-5) / (1 + math.exp(-5)))
 
 
+def test_skip_softmax_counts_tiles_that_a_row_sees() -> None:
+    """Of 3 x 3 tiles a causal mask shows 6; each row of tiles keeps the diagonal, far above the rest."""
+    q = torch.ones(384, 2, 1)
+    k = torch.tensor([-20.0, -10.0, 0.0]).repeat_interleave(128)[:, None, None].expand(-1, 2, -1)
+    counts = torch.tensor([5, 7])
+    attend(
+        q,
+        k,
+        torch.ones(384, 2, 1),
+        [384],
+        [384],
+        is_causal=True,
+        skip_softmax_threshold_scale_factor=0.384,  # threshold 0.001 > exp(-10)
+        skip_softmax_counts=counts,
+    )
+    assert counts.tolist() == [5 + 2 * 3, 7 + 2 * 6]
+
+
 def test_skip_softmax_keeps_a_tile_that_one_row_needs() -> None:
     q = torch.tensor([1.0, -1.0]).view(2, 1, 1)
     k = torch.cat([torch.full((128, 1, 1), -5.0), torch.zeros(128, 1, 1)])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from cubin_runtime.request import SAGE_ANY, SAGE_OFF, Architecture, Capability, 
 from cubin_runtime.selection import FAMILIES, Selection, select
 from kernel_meta.schema import KernelRow, Resources, Scheduler
 from kernel_meta.tables import TABLES_DIR, load_table
-from tests.rows import RESOURCES, kernel_requests, kernel_rows, make_request, make_row, row_for
+from tests.rows import HEAD_DIMS, RESOURCES, kernel_requests, kernel_rows, make_request, make_row, row_for
 
 PUBLISHED = load_table(Path(__file__).parent / "data" / "trtllm_gen_rows.yaml")
 
@@ -324,6 +325,57 @@ def test_a_row_of_any_sage_blocks_has_those_that_exist() -> None:
         assert select(make_request(sage_blocks=blocks), [row]).row is None
     text = select(make_request(), [row]).explain()
     assert "- sage_blocks: the call asks for none, this kernel has any of 1, 4, 16 for q and k" in text
+
+
+BF16, FP16, E4M3 = DType.BF16, DType.FP16, DType.E4M3
+
+
+def asked_with(q: DType, v: DType, o: DType, **variant: bool) -> KernelRequest:
+    return make_request(dtype_q=q, dtype_k=q, dtype_v=v, dtype_o=o, **variant)
+
+
+@pytest.mark.parametrize(
+    ("request_", "cause"),
+    [
+        (
+            asked_with(FP16, FP16, FP16, use_fp16_softmax=True),
+            "use_fp16_softmax: no kernel for compute capability 9.0 has it for q/k/v fp16, out fp16; "
+            "they have it for q/k/v bf16, out bf16",
+        ),
+        (
+            asked_with(BF16, E4M3, BF16, skips_softmax=True),
+            "skips_softmax: no kernel for compute capability 9.0 has it for q bf16, k bf16, v e4m3, "
+            "out bf16; they have it for q/k/v bf16, out bf16; q/k/v e4m3, out bf16; q/k/v e4m3, out fp16; "
+            "q/k/v fp16, out fp16",
+        ),
+    ],
+)
+def test_a_variant_of_other_dtypes_only_names_them(request_: KernelRequest, cause: str) -> None:
+    selection = select(request_)
+    assert selection.row is None
+    assert selection.reason == cause
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("mask", MaskType)
+def test_variants_of_hopper(mask: MaskType, dims: tuple[int, int]) -> None:
+    """For few query rows too, for which they have no kernels of their own."""
+    some = {"head_dim_qk": dims[0], "head_dim_v": dims[1], "mask_type": mask}
+    few = {"batch_size": 1, "max_q_len": 1, "max_kv_len": 100_000}
+    for asked in (
+        asked_with(BF16, BF16, BF16, use_fp16_softmax=True),
+        asked_with(BF16, BF16, BF16, skips_softmax=True),
+        asked_with(FP16, FP16, FP16, skips_softmax=True),
+        asked_with(E4M3, E4M3, BF16, skips_softmax=True),
+        asked_with(E4M3, E4M3, FP16, skips_softmax=True),
+    ):
+        wanted = msgspec.structs.replace(asked, **some)
+        row = select(wanted).require()
+        assert row.scheduler is Scheduler.PERSISTENT
+        assert (row.fp16_softmax, row.skips_softmax) == (asked.use_fp16_softmax, asked.skips_softmax)
+        assert select(msgspec.structs.replace(wanted, **few)).require() is row
+        both = msgspec.structs.replace(wanted, use_fp16_softmax=True, skips_softmax=True)
+        assert select(both).row is None
 
 
 def test_selection_needs_neither_torch_nor_a_driver() -> None:

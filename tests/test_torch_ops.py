@@ -19,7 +19,7 @@ from cubin_runtime.errors import InvalidArgumentError
 from tests.ragged_call import SIGNATURE, as_call, cpu_call
 
 OPERATOR = torch.ops.cubin_runtime.ragged_attention.default
-WRITTEN = {"workspace_buffer", "out", "lse"}
+WRITTEN = {"workspace_buffer", "out", "lse", "skip_softmax_counts"}
 
 
 def sage() -> dict[str, Any]:
@@ -56,6 +56,10 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "not causal": lambda: {"is_causal": False},
     "mirrors": lambda: {"q_seq_lens_cpu": torch.tensor([3, 2]), "kv_seq_lens_cpu": torch.tensor([5, 4])},
     "skip softmax": lambda: {"skip_softmax_threshold_scale_factor": 1e-30},
+    "skip softmax, counted": lambda: {
+        "skip_softmax_threshold_scale_factor": 1e-30,
+        "skip_softmax_counts": torch.zeros(2, dtype=torch.int64),
+    },
 }
 
 

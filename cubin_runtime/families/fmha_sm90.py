@@ -186,7 +186,8 @@ class FmhaSm90Call:
             )
         except OverflowError:
             raise InvalidArgumentError(
-                f"bmm1_scale is {a.bmm1_scale} and bmm2_scale is {a.bmm2_scale}; expected values of float32"
+                f"bmm1_scale is {a.bmm1_scale}, bmm2_scale {a.bmm2_scale}, the skip-softmax factor "
+                f"{self.problem.skip_softmax_factor}; expected values of float32"
             ) from None
         launch(self._plan, parameters, stream, pdl)
         if combine:

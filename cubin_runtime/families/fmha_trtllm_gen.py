@@ -151,6 +151,10 @@ class FmhaTrtllmGenCall:
             launch(self._lse, self._lse_parameters(arguments), stream, pdl)
 
     def _parameters(self, a: Arguments, scale_log2_pointer: int) -> bytes:
+        if a.skip_counts:
+            raise InvalidArgumentError(
+                "skip_softmax_counts is given; expected None: NVIDIA's kernels do not count"
+            )
         base = _aligned(a.workspace)
         scratch = base + self.workspace.offset("scratch")
         sage_q, sage_k, sage_p, sage_v = a.sage_scales

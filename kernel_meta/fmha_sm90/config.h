@@ -29,6 +29,7 @@ constexpr bool kSage = USES_SAGE;
 // Few query rows and long keys: the keys of a tile may be divided among blocks that leave partial results.
 constexpr bool kSplit = SCHEDULER == Scheduler::split;
 static_assert(!kSplit || kMask != MaskType::sliding, "a window leaves few keys to divide");
+static_assert(!kSplit || !kSkipsSoftmax, "a part does not know the running maximum of the others");
 
 static_assert(DTYPE_K == kQueryType, "Q and K are the operands of one product");
 static_assert(ptx::kElementBytes<kOutType> == 2);
@@ -54,7 +55,8 @@ static_assert(kHeadDimV % kChunk == 0, "rows of V are whole spans");
 
 // Where half of the tensor work leaves the softmax on the critical path, it looks for a row's maximum only when it has
 // to (softmax.cuh). There are no registers for it beside 128 accumulators of O.
-constexpr bool kAssumesReference = kConvertsValues && kHeadDimV <= 128;
+// Nor is there a use for it where every block's maximum decides whether the block counts (skip.cuh).
+constexpr bool kAssumesReference = kConvertsValues && kHeadDimV <= 128 && !kSkipsSoftmax;
 
 constexpr int kStepBytes = 32;  // of a row of Q or K: the K of one instruction
 

@@ -14,6 +14,7 @@
 #include "epilogue.cuh"
 #include "mask.cuh"
 #include "sage.cuh"
+#include "skip.cuh"
 
 namespace fmha {
 
@@ -69,6 +70,7 @@ class Consumer {
       arrive(s.tile_empty[slot.stage]);
     }
     flush_pending();
+    if constexpr (kSkipsSoftmax) report_tally();
     if constexpr (kStagesOutput) dismiss_store_warp();
     if (kTakesTurns && warpgroup_ == 0) wait_for_turn();
   }
@@ -114,13 +116,18 @@ class Consumer {
         kStagesOutput && pending_ && shuffled(mine().token) + params_.tile_tokens <= shuffled(mine().q_len);
     if (kQInRegisters && !staged) release_query();
 
-    const Mask mask(tile, Rows(first_token, tile.q_len, params_), params_.window_left);
+    const Rows rows(first_token, tile.q_len, params_);
+    const Mask mask(tile, rows, params_.window_left);
     if constexpr (kCompressesKeys) {
       run_pruned(tile, shared, mask, blocks.end, last, first_token);
       return;
     }
+    if constexpr (kSkipsSoftmax) {
+      negligible_.begin(rows, params_.skip.factor, tile.kv_len, softmax_.scale);
+      tally_tile(blocks, last);
+    }
     int block = blocks.end - 1;
-    if (kSeamless && pending_) {
+    if (kSeamless && pending_ && has_weights()) {
       first_step<Block::masked, Block::whole>(mask, block, last, staged);
     } else {
       first_step<Block::masked, Block::none>(mask, block, last, staged);
@@ -130,15 +137,15 @@ class Consumer {
     // A row may see no key of the first block, and has a reference behind the second.
     const int full_end = kAssumesReference ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
     const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
-    for (--block; block >= max(full_end, last); --block) step<Block::masked>(mask, block, last, tile.kv_len);
+    for (--block; block >= max(full_end, last); --block) later_step<Block::masked>(mask, block, last, tile.kv_len);
     if constexpr (kAssumesReference) {
       for (bool within = true; within && block >= full_begin; --block) {
         within = step_within_reference<Block::whole>(block, last, tile.kv_len);
       }
     }
-    for (; block >= full_begin; --block) step<Block::whole>(mask, block, last, tile.kv_len);
+    for (; block >= full_begin; --block) later_step<Block::whole>(mask, block, last, tile.kv_len);
     if constexpr (kMask == MaskType::sliding) {
-      for (; block >= last; --block) step<Block::masked>(mask, block, last, tile.kv_len);
+      for (; block >= last; --block) later_step<Block::masked>(mask, block, last, tile.kv_len);
     }
     pending_valid_rows_ = tile.kv_len - last * kTileKV;
     pending_ = true;
@@ -194,6 +201,8 @@ class Consumer {
   __device__ __forceinline__ void first_step(const Mask& mask, int block, int last, bool staged) {
     constexpr bool kPending = kBefore != Block::none;
     Softmax finished = softmax_;
+    const bool finishes_without_product = kSkipsSoftmax && !kPending && pending_;
+    if constexpr (kSkipsSoftmax) choose(true);
     take_turn();
     issue_logits();
     if constexpr (kPending) issue_output<kBefore>(pending_valid_rows_);
@@ -208,12 +217,25 @@ class Consumer {
       }
     }
     if constexpr (kNow == Block::masked) mask.apply(s_, block, softmax_);
+    if constexpr (kSkipsSoftmax) negligible_.raise(BlockMaxima(s_));
     decltype(auto) logits = that_count<kNow>();
     softmax_.first(values(logits));
     ptx::hold_registers(values(logits));
     if constexpr (kPending) output_arrived();
+    if (finishes_without_product) pass_values();
     probabilities_to_operand(logits);
-    if constexpr (kPending) finish_tile(finished, staged);
+    if (kPending || finishes_without_product) finish_tile(finished, staged);
+  }
+
+  template <Block kNow>
+  __device__ __forceinline__ void later_step(const Mask& mask, int block, int last, int kv_len) {
+    if constexpr (!kSkipsSoftmax) {
+      step<kNow>(mask, block, last, kv_len);
+    } else if (has_weights()) {
+      step_or_skip<kNow, true>(mask, block, last, kv_len);
+    } else {
+      step_or_skip<kNow, false>(mask, block, last, kv_len);
+    }
   }
 
   template <Block kNow, Block kBefore = kNow>
@@ -265,6 +287,38 @@ class Consumer {
     return within;
   }
 
+  // A step that leaves the block out where it may (skip.cuh). Two bodies instead of a branch around P V, which
+  // would keep the compiler from overlapping products.
+  template <Block kNow, bool kHasWeights>
+  __device__ __forceinline__ void step_or_skip(const Mask& mask, int block, int last, int kv_len) {
+    take_turn();
+    issue_logits();
+    if constexpr (kHasWeights) issue_output<kNow>(kv_len - (block + 1) * kTileKV);
+    pass_turn();
+    ptx::wgmma_wait<kHasWeights ? 1 : 0>();
+    logits_arrived(block == last);
+    if constexpr (kNow == Block::masked) mask.apply(s_, block, softmax_);
+    const BlockMaxima maxima(s_);
+    const bool counts = any_of_warpgroup(negligible_.exceeded_by(maxima));
+    choose(counts);
+    bool moved = false;
+    if (counts) {
+      moved = softmax_.next(s_, maxima.row[0], maxima.row[1]);
+      negligible_.raise(maxima);
+    } else {
+      tally_left_out();
+    }
+    ptx::hold_registers(s_);
+    if constexpr (kHasWeights) {
+      output_arrived();
+    } else {
+      pass_values();
+    }
+    if (!counts) return;
+    probabilities_to_operand(s_);
+    if (moved) rescale_output();
+  }
+
   __device__ __forceinline__ bool any_of_warpgroup(bool condition) const {
     return shuffled(ptx::named_barrier_any(kWarpgroupBarrier + warpgroup_, 128, condition));
   }
@@ -278,8 +332,10 @@ class Consumer {
   __device__ __forceinline__ void flush() {
     if (kCompressesKeys && pending_pruned_) {
       last_output<Block::pruned>();
-    } else {
+    } else if (has_weights()) {
       last_output<Block::whole>();
+    } else {
+      pass_values();
     }
     finish_tile(softmax_, false);
     pending_ = false;
@@ -415,11 +471,17 @@ class Consumer {
   }
 
   __device__ __forceinline__ void skip_block() {
-    Storage& s = storage();
     take_turn();
     pass_turn();
-    arrive(s.k_empty[k_ring_.stage]);
+    arrive(storage().k_empty[k_ring_.stage]);
     k_ring_.advance();
+    if constexpr (kSkipsSoftmax) choose(false);
+    pass_values();
+  }
+
+  // V of a block that is left out.
+  __device__ __forceinline__ void pass_values() {
+    Storage& s = storage();
     ptx::mbarrier_wait(s.v_full[v_ring_.stage], v_ring_.parity);
     arrive(s.v_empty[v_ring_.stage]);
     v_ring_.advance();
@@ -563,6 +625,38 @@ class Consumer {
     arrive(s.store_full[warpgroup_]);
   }
 
+  // ---- skip-softmax: choices, and statistics in shared memory, since registers are scarce
+
+  __device__ __forceinline__ void choose(bool counts) {
+    ++choices_made_;
+    weighing_ = weighing_ << 1 | counts;
+    if (keeps_tally()) publish(warpgroup_, choices_made_, weighing_);
+  }
+
+  // Whether p_ holds a block's probabilities, whose product is yet to come.
+  __device__ __forceinline__ bool has_weights() const { return !kSkipsSoftmax || weighing_ & 1; }
+
+  __device__ __forceinline__ bool keeps_tally() const { return (threadIdx.x & 127) == 0; }
+
+  // A sliding tile's extra block, which only the other consumer's rows see, is always left out and not counted.
+  __device__ __forceinline__ void tally_tile(const BlockRange& blocks, int last) const {
+    if (!keeps_tally()) return;
+    SkipTally& tally = storage().skipped[warpgroup_];
+    tally.all += blocks.end - blocks.begin;
+    tally.left_out -= blocks.begin - last;
+  }
+
+  __device__ __forceinline__ void tally_left_out() const {
+    if (keeps_tally()) ++storage().skipped[warpgroup_].left_out;
+  }
+
+  __device__ __forceinline__ void report_tally() const {
+    if (!keeps_tally() || params_.skip.counts == nullptr) return;
+    const SkipTally& tally = storage().skipped[warpgroup_];
+    atomicAdd(&params_.skip.counts[0], static_cast<unsigned long long>(tally.left_out));
+    atomicAdd(&params_.skip.counts[1], static_cast<unsigned long long>(tally.all));
+  }
+
   // ---- small things
 
   // One arrival per warp, behind everything that its lanes did.
@@ -584,6 +678,8 @@ class Consumer {
   const Params& params_;
   const int warpgroup_, warp_, lane_;
   Softmax softmax_;
+  Negligible negligible_;
+  uint32_t choices_made_ = 0, weighing_ = 1;  // as in Choices
   const bool negative_scale_;
   const float bmm1_scale_;
   const float bmm2_scale_;

@@ -6,6 +6,7 @@
 #include "params.h"
 #include "sage.cuh"
 #include "scheduler.cuh"
+#include "skip.cuh"
 #include "storage.cuh"
 #include "values.cuh"
 
@@ -13,6 +14,9 @@ namespace fmha {
 
 // The next tile is drawn when this many K loads of the current one are left to issue.
 constexpr int kDrawAheadBlocks = 2;
+
+// K is loaded so many blocks ahead of V. More than one where V may have to wait for the consumers' choices.
+constexpr int kKeysAhead = kSkipsSoftmax ? kStagesK - 1 : 1;
 
 // Keys for compress.cuh: the first two of every four, then the other two.
 __device__ __forceinline__ void load_permuted_keys(const Params& params, Ring<kStagesK>& ring, int token, int kv_head,
@@ -41,6 +45,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
   Ring<kStagesK> k_ring;
   Ring<kConvertsValues ? kStagesLanding : kStagesV> v_ring;
   Ring<kTileSlots> slot;
+  [[maybe_unused]] uint32_t first_number = 0;  // of a tile's blocks
 
   for (;; slot.advance()) {
     ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
@@ -83,6 +88,35 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
     const int count = blocks.end - blocks.begin;
     if (leader && count <= kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
     if (count == 0) continue;
+    if constexpr (kSkipsSoftmax) {
+      auto pass_v = [&](auto& full, auto& empty) {
+        ptx::mbarrier_wait(empty[v_ring.stage], v_ring.parity ^ 1);
+        ptx::mbarrier_arrive(full[v_ring.stage]);
+        v_ring.advance();
+      };
+      int key_block = blocks.end - 1;
+      for (int block = blocks.end - 1; block >= blocks.begin; --block) {
+        for (; key_block >= max(block - kKeysAhead, blocks.begin); --key_block) {
+          if (count > kDrawAheadBlocks && key_block - blocks.begin + 1 == kDrawAheadBlocks) {
+            ptx::mbarrier_arrive(s.near_end);
+          }
+          load_k(key_block);
+        }
+        // The first block always counts for some row.
+        const int number = blocks.end - 1 - block;
+        const bool loads = number == 0 || has_use(first_number + number);
+        if constexpr (kConvertsValues) {
+          ptx::mbarrier_wait(s.landing_empty[v_ring.stage], v_ring.parity ^ 1);
+          s.landed[v_ring.stage] = loads;
+          if (!loads) pass_v(s.landing_full, s.landing_empty);
+        } else if (!loads) {
+          pass_v(s.v_full, s.v_empty);
+        }
+        if (loads) load_v(block);
+      }
+      first_number += count;
+      continue;
+    }
     load_k(blocks.end - 1);
     for (int block = blocks.end - 2; block >= blocks.begin; --block) {
       if (leader && block - blocks.begin + 1 == kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);

@@ -87,10 +87,15 @@ struct Softmax {
   __device__ __forceinline__ bool next(float (&s)[kCount]) {
     const float x0 = row_max(s, 0), x1 = row_max(s, 1);
     const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
-    if (moved) {
-      move_reference(0, quad_max(x0));
-      move_reference(1, quad_max(x1));
-    }
+    if (moved) move_references(x0, x1);
+    add(exponentiate(s));
+    return moved;
+  }
+
+  // The same for who knows this thread's maxima already.
+  __device__ __forceinline__ bool next(Logits& s, float x0, float x1) {
+    const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
+    if (moved) move_references(x0, x1);
     add(exponentiate(s));
     return moved;
   }
@@ -103,9 +108,20 @@ struct Softmax {
     float even[kRowsPerThread] = {0.f, 0.f}, odd[kRowsPerThread] = {0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
+      if constexpr (kFp16Softmax) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        s[4 * j + e] = ptx::exp2_approx(fmaf(s[4 * j + e], kSage ? row_scale[e / 2] : scale, offset[e / 2]));
+        for (int e = 0; e < 4; e += 2) {
+          const uint32_t x = ptx::pack_fp16x2(fmaf(s[4 * j + e], scale, offset[e / 2]),
+                                              fmaf(s[4 * j + e + 1], scale, offset[e / 2]));
+          const float2 p = ptx::unpack_fp16x2(ptx::exp2_approx_fp16x2(x));
+          s[4 * j + e] = p.x;
+          s[4 * j + e + 1] = p.y;
+        }
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          s[4 * j + e] = ptx::exp2_approx(fmaf(s[4 * j + e], kSage ? row_scale[e / 2] : scale, offset[e / 2]));
+        }
       }
       even[0] += s[4 * j];
       odd[0] += s[4 * j + 1];
@@ -142,6 +158,11 @@ struct Softmax {
   __device__ __forceinline__ void set_reference(int r, float x) {
     m[r] = x;
     offset[r] = x == -kInfinity ? 0.f : -scale * x;
+  }
+
+  __device__ __forceinline__ void move_references(float x0, float x1) {
+    move_reference(0, quad_max(x0));
+    move_reference(1, quad_max(x1));
   }
 
   __device__ __forceinline__ void move_reference(int r, float x) {

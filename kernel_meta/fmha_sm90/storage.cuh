@@ -23,6 +23,18 @@ struct PendingTile {
   int slot;  // split: of its part; negative: the keys are not divided
 };
 
+// Which key blocks a consumer has a use for, counted over all tiles; for the loader of V (skip.cuh).
+struct alignas(8) Choices {
+  uint32_t made;
+  uint32_t weighing;  // the latest 32, one a bit, the last one lowest
+};
+
+// Blocks that a consumer's rows see.
+struct SkipTally {
+  uint32_t left_out;
+  uint32_t all;
+};
+
 // Where V lands that is converted before the product. With 16-bit Q and K there is no room for two stages.
 constexpr int kStagesLanding = !kConvertsValues ? 0 : ptx::kElementBytes<kQueryType> == 1 ? 2 : 1;
 constexpr int kLandingColumns = 128;
@@ -51,6 +63,10 @@ struct alignas(1024) Storage {
   Tile tiles[kTileSlots];
   StoreRequest store[kConsumers];
   PendingTile pending[kConsumerWarps];
+
+  Choices choices[kSkipsSoftmax ? kConsumers : 0];
+  SkipTally skipped[kSkipsSoftmax ? kConsumers : 0];
+  bool landed[kSkipsSoftmax ? kStagesLanding : 0];  // whether the stage holds values
 };
 
 constexpr int kQBytes = sizeof(Storage::q) / kConsumers;
@@ -103,6 +119,10 @@ __device__ __forceinline__ void init_barriers(Storage& s) {
     ptx::mbarrier_init(s.landing_empty[i], kConverterWarps);
   }
   ptx::mbarrier_init(s.near_end, 1);
+  if constexpr (kSkipsSoftmax) {
+    for (Choices& choices : s.choices) choices = {0, 1};
+    for (SkipTally& tally : s.skipped) tally = {0, 0};
+  }
   ptx::fence_mbarrier_init();
 }
 

@@ -75,7 +75,9 @@ __device__ __forceinline__ void convert_values(const Params& params, int warp) {
       ptx::mbarrier_wait(s.landing_full[landing_ring.stage], landing_ring.parity);
       ptx::mbarrier_wait(s.v_empty[v_ring.stage], v_ring.parity ^ 1);
       const int valid_rows = tile.kv_len - block * kTileKV;
-      if (valid_rows >= kTileKV) {
+      if (kSkipsSoftmax && !s.landed[landing_ring.stage]) {
+        // Nobody has a use for the block.
+      } else if (valid_rows >= kTileKV) {
         convert_block<true>(landing_ring.stage, v_ring.stage, valid_rows, warp);
       } else {
         convert_block<false>(landing_ring.stage, v_ring.stage, valid_rows, warp);

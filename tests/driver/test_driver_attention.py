@@ -87,6 +87,14 @@ CALLS = {
     "one tensor scale": "bmm2_scale=CudaTensor((1, 1), torch.float32)",
     "int scale": "bmm1_scale=3",
     "sinks": "attention_sinks=CudaTensor((32,), torch.float32)",
+    "skip softmax": "skip_softmax_threshold_scale_factor=0.25",
+    "skip softmax, counted": (
+        "skip_softmax_threshold_scale_factor=1e-30, skip_softmax_counts=CudaTensor((2,), torch.int64)"
+    ),
+    "skip softmax, fp8": f"skip_softmax_threshold_scale_factor=2, {FP8}, head_dims=(128, 128), {BF16_OUT}",
+    "skip softmax, few rows": "[1], [100_000], heads=(16, 1), skip_softmax_threshold_scale_factor=0.25",
+    "fp16 softmax": "use_fp16_softmax=True",
+    "fp16 softmax, few rows": "[1], [100_000], heads=(16, 1), use_fp16_softmax=True",
     "no lse": "lse=None",
     "lse transposed": "lse=CudaTensor((320, 32), torch.float32, strides=(1, 320))",
     "out strided": "out=CudaTensor((320, 32, 128), strides=(8192, 256, 1))",
@@ -121,10 +129,7 @@ CALLS = {
 COMBINE = find_step("fmha_sm90", "combine", Capability(9, 0))
 MAPS = ("query_map", "key_map", "value_map", "out_map")
 DIVISION = ("parts", "count", "sums", "statistics", "tile_tokens", "tile_heads", "least_blocks_per_part")
-VARIANTS = (
-    *("scales_q", "scales_k", "scales_v", "columns_q", "columns_k", "block_q_log2", "block_k_log2"),
-    *("counts", "factor"),
-)
+SAGE = ("scales_q", "scales_k", "scales_v", "columns_q", "columns_k", "block_q_log2", "block_k_log2")
 SLIDING = {
     "sliding": 100,
     "fp8, head dims 256": 100,
@@ -254,6 +259,7 @@ def test_every_byte_of_the_parameters(launches: dict[str, Launch], name: str) ->
     for field in (*MAPS, *DIVISION):
         given.pop(field)  # see the tests below
     sinks, lse, out = a.get("attention_sinks"), a["lse"], a["out"]
+    counts, factor = a.get("skip_softmax_counts"), a.get("skip_softmax_threshold_scale_factor", 0.0)
     scales = {scale: a[scale] for scale in ("bmm1_scale", "bmm2_scale")}
     pointers = {scale: s["address"] for scale, s in scales.items() if isinstance(s, dict)}
     assert given == {
@@ -277,8 +283,10 @@ def test_every_byte_of_the_parameters(launches: dict[str, Launch], name: str) ->
         "window_left": SLIDING.get(name, -1),
         "bmm1_scale": 0.0 if "bmm1_scale" in pointers else scales["bmm1_scale"],
         "bmm2_scale": 0.0 if "bmm2_scale" in pointers else scales["bmm2_scale"],
-        **dict.fromkeys(VARIANTS, 0),
+        **dict.fromkeys(SAGE, 0),
         **_sage_scales(a),
+        "counts": counts["address"] if counts else 0,
+        "factor": struct.unpack("f", struct.pack("f", factor))[0],
     }
     fields, size = _params()
     used = max(offset + struct.calcsize(f"<{form}") for offset, form in fields.values())
@@ -415,6 +423,14 @@ def test_mask_of_the_kernel(launches: dict[str, Launch], name: str, mask: str) -
 )
 def test_dtype_and_head_dims_of_the_kernel(launches: dict[str, Launch], name: str, columns: str) -> None:
     assert f"_{columns}_causal_" in launches[name].call["kernel"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_variant_of_the_kernel(launches: dict[str, Launch], name: str) -> None:
+    variant = name.split(",")[0] if "softmax" in name else ""
+    kernel = launches[name].call["kernel"]
+    assert kernel.endswith("_skipsoftmax") == (variant == "skip softmax")
+    assert kernel.endswith("_fp16softmax") == (variant == "fp16 softmax")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -599,6 +615,7 @@ bad = {
     "attention_sinks": dict(attention_sinks=CudaTensor((32,), torch.bfloat16)),
     "bmm1_scale": dict(bmm1_scale=CudaTensor((1,), torch.float64)),
     "bmm2_scale": dict(bmm2_scale=1e39),
+    "skip-softmax": dict(skip_softmax_threshold_scale_factor=1e39),
     "enable_pdl": dict(enable_pdl="yes"),
     "num_elts_per_sage_attn_blk": dict(num_elts_per_sage_attn_blk=7),
     "sage_attn_sfs": dict(sage_attn_sfs=None),

@@ -189,6 +189,9 @@ REFUSALS = {
     "workspace_buffer=CudaTensor((8 << 20,), torch.uint8)": (
         "InvalidArgumentError workspace_buffer has 8388608 bytes; this call needs "
     ),
+    "skip_softmax_threshold_scale_factor=1.0, skip_softmax_counts=CudaTensor((2,), torch.int64)": (
+        "InvalidArgumentError skip_softmax_counts is given; expected None: NVIDIA's kernels do not count"
+    ),
     "bmm1_scale=1e39": "InvalidArgumentError bmm1_scale is 1e+39, bmm2_scale 1.0",
 }
 

@@ -223,7 +223,13 @@ def test_sinks_of_another_kind_are_refused(kind: str, device: torch.device, work
 
 @pytest.mark.parametrize(
     "variant",
-    ["fp8 with bf16 values", "sage with bf16 values", "skip-softmax", "fp16 softmax", "bf16 spcompress"],
+    [
+        "fp8 with bf16 values",
+        "sage with bf16 values",
+        "fp8 values, skipping",
+        "fp16 with fp16 softmax",
+        "bf16 spcompress",
+    ],
 )
 def test_variants_without_a_kernel_say_so(
     variant: str, device: torch.device, workspace: torch.Tensor
@@ -243,12 +249,14 @@ def test_variants_without_a_kernel_say_so(
             "sage_attn_sfs": (*scales, None, torch.ones(1, 128, device=device)),
             "num_elts_per_sage_attn_blk": (1, 16, 0, 1),
         }
-    elif variant == "skip-softmax":
+    elif variant == "fp8 values, skipping":
+        value = value.to(E4M3)
         options = {"skip_softmax_threshold_scale_factor": 1e-30}
-    elif variant == "fp16 softmax":
+    elif variant == "fp16 with fp16 softmax":
+        query, key, value = query.half(), key.half(), value.half()
         options = {"use_fp16_softmax": True}
     asked = Problem(query, key, value, [1], [2], options)
-    out = poisoned(problem.out_shape, torch.bfloat16, device)
+    out = poisoned(problem.out_shape, query.dtype if query.dtype.itemsize == 2 else torch.bfloat16, device)
     with pytest.raises(NoKernelError) as caught:
         call(asked, workspace, out=out)
     assert caught.value.selection.row is None

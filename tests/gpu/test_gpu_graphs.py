@@ -12,6 +12,7 @@ import torch
 
 from tests.gpu.support import (
     HEAD_DIMS,
+    TYPES,
     Problem,
     arguments,
     assert_matches,
@@ -43,10 +44,11 @@ def random_lengths(rounds: int, total: int, *, seed: int) -> list[list[int]]:
     return [list(map(int, row)) for row in lengths]
 
 
+@pytest.mark.parametrize("types", ["bf16", "bf16, skipping", "fp16 softmax"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_replays_follow_lengths_changed_in_place(
-    dims: tuple[int, int], is_causal: bool, device: torch.device, workspace: torch.Tensor
+    dims: tuple[int, int], is_causal: bool, types: str, device: torch.device, workspace: torch.Tensor
 ) -> None:
     """Every replay writes exactly the rows that its lengths cover; a sample is compared in full."""
     q_rounds = random_lengths(REPLAYS, TOTAL_Q, seed=1)
@@ -65,6 +67,7 @@ def test_replays_follow_lengths_changed_in_place(
         dims=dims,
         heads=4,
         kv_heads=2,
+        types=TYPES[types],
         is_causal=is_causal,
         attention_sinks=torch.zeros(4, device=device),
     ).with_options(bmm1_scale=torch.tensor([0.1], device=device))

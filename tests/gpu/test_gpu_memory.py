@@ -40,7 +40,9 @@ def assert_usable(device: torch.device, workspace: torch.Tensor) -> None:
     assert_matches(problem, call(problem, workspace), expect(problem))
 
 
-@pytest.mark.parametrize("types", ["bf16", "fp8", "sage fp8", "spcompress"])
+@pytest.mark.parametrize(
+    "types", ["bf16", "fp8", "sage fp8", "bf16, skipping", "fp8, skipping", "fp16 softmax", "spcompress"]
+)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_strided_tensors(
@@ -220,10 +222,9 @@ def test_guard_regions(
 @pytest.mark.parametrize(
     ("types", "poison"),
     [
-        *itertools.product(["bf16"], [math.nan, math.inf, -math.inf]),
-        *itertools.product(
-            ["fp8", "fp8 values", "sage fp8", "spcompress"], [math.nan]
-        ),  # e4m3 has no infinity
+        *itertools.product(["bf16", "bf16, skipping", "fp16 softmax"], [math.nan, math.inf, -math.inf]),
+        # e4m3 has no infinity
+        *itertools.product(["fp8", "fp8 values", "sage fp8", "fp8, skipping", "spcompress"], [math.nan]),
     ],
 )
 @pytest.mark.parametrize("mask", MASKS)

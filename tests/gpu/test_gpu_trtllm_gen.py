@@ -196,7 +196,7 @@ def test_a_cut_batch_gives_the_results_of_the_whole(device, workspace, is_causal
         attend(
             call,
             split(lengths, is_causal),
-            lambda smaller: trtllm_ragged_attention_deepseek(*msgspec.structs.astuple(smaller)),
+            lambda smaller: trtllm_ragged_attention_deepseek(**msgspec.structs.asdict(smaller)),
         )
 
     if captured:
@@ -207,7 +207,7 @@ def test_a_cut_batch_gives_the_results_of_the_whole(device, workspace, is_causal
     else:
         work()
     whole = msgspec.structs.replace(call, out=torch.empty_like(call.out), lse=torch.empty_like(call.lse))
-    trtllm_ragged_attention_deepseek(*msgspec.structs.astuple(whole))
+    trtllm_ragged_attention_deepseek(**msgspec.structs.asdict(whole))
     # Tiles begin at other rows of a sequence, so the last bits may differ.
     torch.testing.assert_close(call.out, whole.out, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(call.lse, whole.lse, rtol=1e-4, atol=1e-4)

@@ -11,6 +11,20 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 2^x of two packed halves, relative error 2^-9.9.
+__device__ __forceinline__ uint32_t exp2_approx_fp16x2(uint32_t x) {
+  uint32_t y;
+  asm("ex2.approx.f16x2 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// The larger one, NaN where either is.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // log2(x), about 1 ulp.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
@@ -57,6 +71,19 @@ __device__ __forceinline__ uint32_t pack_fp16x2(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+__device__ __forceinline__ float2 unpack_fp16x2(uint32_t packed) {
+  float2 unpacked;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;\n"
+      "}"
+      : "=f"(unpacked.x), "=f"(unpacked.y)
+      : "r"(packed));
+  return unpacked;
 }
 
 // Four e4m3 values as fp16, which holds them exactly, NaN included.

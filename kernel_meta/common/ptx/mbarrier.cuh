@@ -72,6 +72,17 @@ __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool cond
   return any;
 }
 
+// Eight bytes at once, seen by whoever polls for them.
+__device__ __forceinline__ void store_shared_v2(uint32_t shared, uint2 value) {
+  asm volatile("st.volatile.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared), "r"(value.x), "r"(value.y) : "memory");
+}
+
+__device__ __forceinline__ uint2 load_shared_v2(uint32_t shared) {
+  uint2 value;
+  asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(shared) : "memory");
+  return value;
+}
+
 // Orders this thread's ordinary shared-memory accesses before later ones of the tensor cores and the copy engine.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -28,8 +28,8 @@ class Ours:
         selection = cubin_runtime.explain(**_request(workload))
         return None if selection.row else "no kernel for it yet"
 
-    def bind(self, problem: Problem) -> Call:
-        """The public call, with out and workspace given."""
+    def bind(self, problem: Problem, **options: Any) -> Call:
+        """The public call, with out and workspace given. `options` are further arguments of it."""
         workload = problem.workload
         size = cubin_runtime.workspace_size(
             batch_size=workload.batch,
@@ -67,6 +67,7 @@ class Ours:
                 sage_attn_sfs=problem.sage_scales,
                 num_elts_per_sage_attn_blk=blocks,
                 uses_spcompress=workload.spcompress,
+                **options,
             )
             return out
 

@@ -133,6 +133,7 @@ def attention(problem: Problem) -> torch.Tensor:
         window_left=-1 if workload.window is None else workload.window,
         sage_attn_sfs=problem.sage_scales,
         num_elts_per_sage_attn_blk=SAGE_BLOCKS if workload.sage else SAGE_OFF,
+        uses_spcompress=workload.spcompress,
         out=out,
     )
     return out
@@ -143,6 +144,17 @@ PROBLEMS = [
     Workload("window", (70, 5), (90, 3), heads=2, head_dims=(64, 32), mask="window", window=7),
     Workload("dense", (9, 20), (30, 40), heads=2, head_dims=(64, 32), mask="dense", dtype="fp16"),
     Workload("fp8", (40,), heads=2, head_dims=(64, 32), dtype="e4m3"),
+    Workload("pruned", (300,), (511,), heads=2, head_dims=(64, 32), dtype="e4m3", spcompress=True),
+    Workload(
+        "pruned window",
+        (300,),
+        heads=1,
+        head_dims=(64, 32),
+        mask="window",
+        window=260,
+        dtype="e4m3",
+        spcompress=True,
+    ),
 ]
 SAGE = [
     Workload(dtype, (70, 1, 33), (90, 64, 33), heads=4, kv_heads=2, head_dims=(64, 32), dtype=dtype)

@@ -76,8 +76,9 @@ class _Tiling(NamedTuple):
         total_q, num_heads_q, _ = problem.query.shape
         group = num_heads_q // problem.key.shape[1]
         split = row.scheduler is Scheduler.SPLIT
-        # A tile of few rows may leave some unused; others are filled.
-        tile_heads = packed_heads(group) if split else math.gcd(group, _WARPGROUP_ROWS)
+        # A tile of few rows may leave some unused; others are filled. Those pruned together have one head.
+        filled = 1 if row.uses_spcompress else math.gcd(group, _WARPGROUP_ROWS)
+        tile_heads = packed_heads(group) if split else filled
         tile_tokens = _WARPGROUP_ROWS // tile_heads
         tokens = row.tile_q // _WARPGROUP_ROWS * tile_tokens
         tiles = num_heads_q // tile_heads * min(total_q, total_q // tokens + problem.batch_size)
@@ -132,6 +133,9 @@ class FmhaSm90Call:
         self._key = _Maps(_spans("key", problem.key, keys), context)
         self._value = _Maps(_spans("value", problem.value, keys, value_swizzle), context)
         self._out = _Maps(_spans("out", problem.out, (*packed, _WHOLE_ROWS)), context)
+        self._permuted_keys = (
+            _Maps(_permuted_keys(problem.key, row.tile_kv), context) if row.uses_spcompress else None
+        )
         layout = workspace(problem, row, sm_count)
         self._tile_counter = layout.offset("tile_counter")
         self._plan = LaunchPlan(kernel, (tiling.grid, 1, 1))
@@ -162,7 +166,7 @@ class FmhaSm90Call:
                 self._query[a.query or workspace],
                 self._key[a.key or workspace],
                 self._value[a.value or workspace],
-                self._out[a.out or workspace],
+                self._out_map(a),
                 a.out,
                 a.lse,
                 a.cum_seq_lens_q,
@@ -189,6 +193,11 @@ class FmhaSm90Call:
         launch(self._plan, parameters, stream, pdl)
         if combine:
             combine(a, stream)
+
+    def _out_map(self, a: Arguments) -> bytes:
+        """Params::out_map, in whose place rows with spcompress have their keys; the rules of `out` stay."""
+        out = self._out[a.out or a.workspace]
+        return out if self._permuted_keys is None else self._permuted_keys[a.key or a.workspace]
 
     def _sage_scales(self, a: Arguments) -> bytes:
         """struct SageScales."""
@@ -304,6 +313,21 @@ def _spans(
         strides=(*_byte_strides(layout), span),
         box=(elements, *box[:2], box[2] or row // span),
         swizzle=swizzle and span,
+    )
+
+
+def _permuted_keys(key: TensorLayout, tile_kv: int) -> TiledMap:
+    """The keys as compress.cuh wants them, from a token on: the first two of each four in a tile."""
+    whole = _spans("key", key, (tile_kv, 1, 1))
+    elements, tokens, heads, spans = whole.dims
+    token, head, span = whole.strides
+    return TiledMap(
+        tensor=whole.tensor,
+        dtype=whole.dtype,
+        dims=(elements, tokens, tile_kv // 4, heads, spans),
+        strides=(token, 4 * token, head, span),
+        box=(elements, 2, tile_kv // 4, 1, 1),
+        swizzle=whole.swizzle,
     )
 
 

@@ -8,7 +8,10 @@
 // Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs under the other's. Where
 // both products are of 8-bit elements, they are too short for that.
 #pragma once
+#include <utility>
+
 #include "common/ptx/grid.cuh"
+#include "compress.cuh"
 #include "epilogue.cuh"
 #include "long_sum.cuh"
 #include "mask.cuh"
@@ -44,6 +47,9 @@ struct LogitProducts<Logits> {
   __device__ __forceinline__ Logits& of(Logits& s) { return s; }
   __device__ __forceinline__ Logits& anew(Logits& s) { return s; }
 };
+
+// How the logits of a block are treated: each is visible or not to a row, all are visible, or two of four count.
+enum class Block { masked, whole, pruned, none };
 
 class Consumer {
  public:
@@ -118,45 +124,94 @@ class Consumer {
 
     const Rows rows(first_token, tile.q_len, params_);
     const Mask mask(tile, rows, params_.window_left);
+    if constexpr (kCompressesKeys) {
+      run_pruned(tile, shared, mask, blocks.end, last, first_token);
+      return;
+    }
     if constexpr (kSkipsSoftmax) {
       maxima_.begin(rows, params_.skip.factor, tile.kv_len, softmax_.scale);
       tally_tile(blocks, last);
     }
     int block = blocks.end - 1;
     if (kSeamless && pending_ && has_weights()) {
-      first_step<true>(mask, block, last, staged);
+      first_step<Block::masked, Block::whole>(mask, block, last, staged);
     } else {
-      first_step<false>(mask, block, last, staged);
+      first_step<Block::masked, Block::none>(mask, block, last, staged);
     }
     remember(shared, first_token);
     start_output();
     // A row may see no key of the first block, and has a reference behind the second.
     const int full_end = kAssumesReference ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
     const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
-    for (--block; block >= max(full_end, last); --block) later_step<true>(mask, block, last, tile.kv_len);
+    for (--block; block >= max(full_end, last); --block) later_step<Block::masked>(mask, block, last, tile.kv_len);
     if constexpr (kAssumesReference) {
       for (bool within = true; within && block >= full_begin; --block) {
-        within = step_within_reference(block, last, tile.kv_len);
+        within = step_within_reference<Block::whole>(block, last, tile.kv_len);
       }
     }
-    for (; block >= full_begin; --block) later_step<false>(mask, block, last, tile.kv_len);
+    for (; block >= full_begin; --block) later_step<Block::whole>(mask, block, last, tile.kv_len);
     if constexpr (kMask == MaskType::sliding) {
-      for (; block >= last; --block) later_step<true>(mask, block, last, tile.kv_len);
+      for (; block >= last; --block) later_step<Block::masked>(mask, block, last, tile.kv_len);
     }
     pending_valid_rows_ = tile.kv_len - last * kTileKV;
     pending_ = true;
     if constexpr (!kSeamless) flush();
   }
 
+  // The same for rows with spcompress: all blocks that are not pruned are masked.
+  __device__ __forceinline__ void run_pruned(const Tile& tile, const Tile& shared, const Mask& mask, int end, int last,
+                                             int first_token) {
+    const PrunedBlocks pruned = pruned_blocks(tile, params_);
+    int block = end - 1;
+    const bool begins_pruned = pruned.contains(block);
+    if (begins_pruned) {
+      first_step<Block::pruned>(mask, block, last);
+    } else {
+      first_step<Block::masked>(mask, block, last);
+    }
+    remember(shared, first_token);
+    clear(o_);
+    --block;
+    if (!begins_pruned) {
+      for (; block >= max(pruned.end, last); --block) step<Block::masked>(mask, block, last, tile.kv_len);
+      // Its predecessor may be the tile's first, of which a row may see no key.
+      if (pruned.contains(block)) step<Block::pruned, Block::masked>(mask, block--, last, tile.kv_len);
+    }
+    if constexpr (kAssumesReference) {
+      for (bool within = true; within && block >= pruned.begin; --block) {
+        within = step_within_reference<Block::pruned>(block, last, tile.kv_len);
+      }
+    }
+    for (; block >= pruned.begin; --block) step<Block::pruned>(mask, block, last, tile.kv_len);
+    if constexpr (kMask == MaskType::sliding) {
+      if (block >= last && !pruned.empty()) step<Block::masked, Block::pruned>(mask, block--, last, tile.kv_len);
+      for (; block >= last; --block) step<Block::masked>(mask, block, last, tile.kv_len);
+    }
+    pending_pruned_ = pruned.contains(last);
+    pending_ = true;
+  }
+
+  template <Block kNow>
+  __device__ __forceinline__ void first_step(const Mask& mask, int block, int last) {
+    if (!pending_) {
+      first_step<kNow, Block::none>(mask, block, last, false);
+    } else if (pending_pruned_) {
+      first_step<kNow, Block::pruned>(mask, block, last, false);
+    } else {
+      first_step<kNow, Block::masked>(mask, block, last, false);
+    }
+  }
+
   // The first block of a tile, beside the last P V of the pending tile.
-  template <bool kPending>
+  template <Block kNow, Block kBefore>
   __device__ __forceinline__ void first_step(const Mask& mask, int block, int last, bool staged) {
+    constexpr bool kPending = kBefore != Block::none;
     Softmax finished = softmax_;
     const bool finishes_without_product = kSkipsSoftmax && !kPending && pending_;
     if constexpr (kSkipsSoftmax) choose(true);
     take_turn();
     issue_logits();
-    if constexpr (kPending) issue_output(pending_valid_rows_);
+    if constexpr (kPending) issue_output<kBefore>(pending_valid_rows_);
     pass_turn();
     if constexpr (kSage) fetch_group_scales();
     ptx::wgmma_wait<kPending ? 1 : 0>();
@@ -166,59 +221,69 @@ class Consumer {
     }
     complete_logits();
     logits_arrived(block == last);
-    mask.apply(s_, block);
+    if constexpr (kNow == Block::masked) mask.apply(s_, block);
     if constexpr (kSkipsSoftmax) maxima_.raise(BlockMaxima(s_));
-    softmax_.first(s_);
-    ptx::hold_registers(s_);
+    decltype(auto) logits = that_count<kNow>();
+    softmax_.first(numbers(logits));
+    ptx::hold_registers(numbers(logits));
     if constexpr (kPending) output_arrived();
     if (finishes_without_product) pass_values();
-    probabilities_to_operand();
+    probabilities_to_operand(logits);
     if (kPending || finishes_without_product) finish_tile(finished, staged);
   }
 
-  template <bool kMasked>
+  template <Block kNow>
   __device__ __forceinline__ void later_step(const Mask& mask, int block, int last, int kv_len) {
     if constexpr (!kSkipsSoftmax) {
-      step<kMasked>(mask, block, last, kv_len);
+      step<kNow>(mask, block, last, kv_len);
     } else if (has_weights()) {
-      step_or_skip<kMasked, true>(mask, block, last, kv_len);
+      step_or_skip<kNow, true>(mask, block, last, kv_len);
     } else {
-      step_or_skip<kMasked, false>(mask, block, last, kv_len);
+      step_or_skip<kNow, false>(mask, block, last, kv_len);
     }
   }
 
-  template <bool kMasked>
+  template <Block kNow, Block kBefore = kNow>
   __device__ __forceinline__ void step(const Mask& mask, int block, int last, int kv_len) {
     take_turn();
     issue_logits();
-    issue_output(kv_len - (block + 1) * kTileKV);
+    issue_output<kBefore>(kv_len - (block + 1) * kTileKV);
     pass_turn();
     if constexpr (kSage) fetch_group_scales();
     ptx::wgmma_wait<1>();
     complete_logits();
     logits_arrived(block == last);
-    if constexpr (kMasked) mask.apply(s_, block);
+    if constexpr (kNow == Block::masked) mask.apply(s_, block);
+    decltype(auto) logits = that_count<kNow>();
     // Where p has few bits, and the maximum is not looked for later, the reference starts as the exact one.
-    const bool moved = kE4m3P && kMasked ? softmax_.next_exact(s_) : softmax_.next(s_);
-    ptx::hold_registers(s_);
+    constexpr bool kExact = kE4m3P && kNow == Block::masked;
+    const bool moved = kExact ? softmax_.next_exact(numbers(logits)) : softmax_.next(numbers(logits));
+    ptx::hold_registers(numbers(logits));
     output_arrived();
-    probabilities_to_operand();
+    probabilities_to_operand(logits);
     if (moved) rescale_output();
     output_added();
   }
 
-  // A block that all rows see whole. Returns false where a row outgrew its reference: then the logits are made again,
-  // from K that is still there, and the rest of the tile had better look first.
+  // A block that all rows see whole, behind one that was treated alike. Returns false where a row outgrew its
+  // reference: then the logits are made again, from K that is still there, and the rest had better look first.
+  template <Block kNow>
   __device__ __forceinline__ bool step_within_reference(int block, int last, int kv_len) {
     take_turn();
     issue_logits();
-    issue_output(kv_len - (block + 1) * kTileKV);
+    issue_output<kNow>(kv_len - (block + 1) * kTileKV);
     pass_turn();
     if constexpr (kSage) fetch_group_scales();
     ptx::wgmma_wait<1>();
-    const Sums sums = completed_logits([&] { return softmax_.exponentiate(s_); });
+    if constexpr (kNow == Block::pruned) complete_logits();
+    decltype(auto) logits = that_count<kNow>();
+    const Sums sums = [&] {
+      auto exponentiate = [&] { return softmax_.exponentiate(numbers(logits)); };
+      if constexpr (kNow == Block::pruned) return exponentiate();
+      return completed_logits(exponentiate);
+    }();
     const bool within = !any_of_warpgroup(!Softmax::within_reference(sums));
-    ptx::hold_registers(s_);
+    ptx::hold_registers(numbers(logits));
     output_arrived();
     bool moved = false;
     if (within) {
@@ -227,10 +292,11 @@ class Consumer {
       issue_logits();
       ptx::wgmma_wait<0>();
       complete_logits();
-      moved = softmax_.next(s_);
+      if constexpr (kNow == Block::pruned) logits = keep_two_of_four(s_, one_);
+      moved = softmax_.next(numbers(logits));
     }
     logits_arrived(block == last);
-    probabilities_to_operand();
+    probabilities_to_operand(logits);
     if (moved) rescale_output();
     output_added();
     return within;
@@ -238,15 +304,15 @@ class Consumer {
 
   // A step that leaves the block out where it may (skip.cuh). Two bodies instead of a branch around P V, which
   // would keep the compiler from overlapping products.
-  template <bool kMasked, bool kHasWeights>
+  template <Block kNow, bool kHasWeights>
   __device__ __forceinline__ void step_or_skip(const Mask& mask, int block, int last, int kv_len) {
     take_turn();
     issue_logits();
-    if constexpr (kHasWeights) issue_output(kv_len - (block + 1) * kTileKV);
+    if constexpr (kHasWeights) issue_output<kNow>(kv_len - (block + 1) * kTileKV);
     pass_turn();
     ptx::wgmma_wait<kHasWeights ? 1 : 0>();
     logits_arrived(block == last);
-    if constexpr (kMasked) mask.apply(s_, block);
+    if constexpr (kNow == Block::masked) mask.apply(s_, block);
     const BlockMaxima block_maxima(s_);
     if (!vote(maxima_.counts(block_maxima))) {
       choose(false);
@@ -263,7 +329,7 @@ class Consumer {
     softmax_.add(softmax_.exponentiate(s_));
     ptx::hold_registers(s_);
     values_done<kHasWeights>();
-    probabilities_to_operand();
+    probabilities_to_operand(s_);
     if (moved) rescale_output();
   }
 
@@ -301,15 +367,22 @@ class Consumer {
   // The pending tile without a next block to hide behind. Its rows go out directly: the Q buffer may already hold
   // the next Q.
   __device__ __forceinline__ void flush() {
-    if (has_weights()) {
-      issue_output(pending_valid_rows_);
-      ptx::wgmma_wait<0>();
-      output_arrived();
+    if (kCompressesKeys && pending_pruned_) {
+      last_output<Block::pruned>();
+    } else if (has_weights()) {
+      last_output<Block::whole>();
     } else {
       pass_values();
     }
     finish_tile(softmax_, false);
     pending_ = false;
+  }
+
+  template <Block kBlock>
+  __device__ __forceinline__ void last_output() {
+    issue_output<kBlock>(pending_valid_rows_);
+    ptx::wgmma_wait<0>();
+    output_arrived();
   }
 
   // ---- products
@@ -359,16 +432,27 @@ class Consumer {
   }
 
   // o += P V of the block before. Only `valid_rows` rows of V belong to the sequence.
+  template <Block kBlock>
   __device__ __forceinline__ void issue_output(int valid_rows) {
     Storage& s = storage();
     ptx::mbarrier_wait(s.v_full[v_ring_.stage], v_ring_.parity);
     if (!kPreparesValues && valid_rows < kTileKV) clear_foreign_values(valid_rows);
-    ptx::hold_registers(o_);
-    ptx::hold_registers(p_);
-    ptx::wgmma_fence();
     const uint32_t values = ptx::shared_address(s.v[v_ring_.stage]);
     const uint64_t v = kTransposesValues ? ptx::matrix_descriptor<kStepBytes>(values, 0)
                                          : ptx::matrix_descriptor<kRowBytes>(values, kTileKV * kRowBytes);
+    ptx::hold_registers(o_);
+    ptx::hold_registers(p_);
+    if constexpr (kCompressesKeys) ptx::hold_registers(metadata_);
+    ptx::wgmma_fence();
+    if constexpr (kBlock == Block::pruned) {
+      issue_sparse_products(v, std::make_integer_sequence<int, kTileKV / 32>());
+    } else {
+      issue_products(v);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_products(uint64_t v) {
 #pragma unroll
     for (int i = 0; i < kTileKV / kStepKeys; ++i) {
 #pragma unroll
@@ -386,7 +470,16 @@ class Consumer {
         }
       }
     }
-    ptx::wgmma_commit();
+  }
+
+  template <int... kSteps>
+  __device__ __forceinline__ void issue_sparse_products(uint64_t v, std::integer_sequence<int, kSteps...>) {
+    static_assert(kProductN == kHeadDimV);
+    (ptx::SparseWgmma<kHeadDimV>::template rs<kSteps % 2>(o_, p_[4 * kSteps], p_[4 * kSteps + 1], p_[4 * kSteps + 2],
+                                                          p_[4 * kSteps + 3],
+                                                          ptx::advance_descriptor(v, kSteps * 32 * kRowBytes),
+                                                          metadata_[kSteps / 2]),
+     ...);
   }
 
   // Rows of V behind the sequence meet probabilities of 0, but 0 * NaN is NaN: they must not reach the product.
@@ -408,9 +501,7 @@ class Consumer {
   }
 
   // Behind the wait for Q K^T, and before its stage is given back.
-  __device__ __forceinline__ void complete_logits() {
-    completed_logits([] {});
-  }
+  __device__ __forceinline__ void complete_logits() { completed_logits([] {}); }
 
   // What `use` does with them is scheduled together with what makes them.
   template <class Use>
@@ -438,6 +529,7 @@ class Consumer {
     ptx::wgmma_wait<0>();
     ptx::hold_registers(o_);
     ptx::hold_registers(p_);
+    if constexpr (kCompressesKeys) ptx::hold_registers(metadata_);
     arrive(storage().v_empty[v_ring_.stage]);
     v_ring_.advance();
   }
@@ -459,18 +551,40 @@ class Consumer {
     v_ring_.advance();
   }
 
+  // Logits that softmax turns into probabilities: those of the block, or what pruning leaves of them.
+  template <Block kNow>
+  __device__ __forceinline__ decltype(auto) that_count() {
+    if constexpr (kNow == Block::pruned) {
+      return keep_two_of_four(s_, one_);
+    } else {
+      return (s_);
+    }
+  }
+
+  static __device__ __forceinline__ Logits& numbers(Logits& s) { return s; }
+  static __device__ __forceinline__ auto& numbers(Kept& kept) { return kept.s; }
+
   // The accumulator layout of two neighbouring 8-column groups is the A operand layout of 16 columns of 16 bits; with
   // the keys in the order of transpose.cuh, that of four groups is the layout of 32 columns of 8 bits.
-  __device__ __forceinline__ void probabilities_to_operand() {
+  template <int kCount>
+  __device__ __forceinline__ void probabilities_to_operand(const float (&p)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < kPWords; ++i) {
+    for (int i = 0; i < kCount * ptx::kElementBytes<kProductType> / 4; ++i) {
       if constexpr (kE4m3P) {
-        const float* s = s_ + 8 * (i / 2) + 2 * (i % 2);
-        p_[i] = ptx::pack_e4m3x4(s[0], s[1], s[4], s[5]);
+        const float* four = p + 8 * (i / 2) + 2 * (i % 2);
+        p_[i] = ptx::pack_e4m3x4(four[0], four[1], four[4], four[5]);
       } else {
-        p_[i] = pack<kProductType>(s_[2 * i], s_[2 * i + 1]);
+        p_[i] = pack<kProductType>(p[2 * i], p[2 * i + 1]);
       }
     }
+  }
+
+  __device__ __forceinline__ void probabilities_to_operand(Kept& kept) {
+    probabilities_to_operand(kept.s);
+    ptx::hold_registers(kept.places);
+    ptx::hold_registers(kept.of_other_pair);
+#pragma unroll
+    for (int i = 0; i < kPlaceWords; ++i) metadata_[i] = metadata(kept.places[i], kept.of_other_pair[i]);
   }
 
   __device__ __forceinline__ void rescale_output() {
@@ -674,6 +788,11 @@ class Consumer {
   uint32_t q_parity_ = 0;
   bool pending_ = false;
   int pending_valid_rows_ = 0;
+
+  // A pruned block has half as many probabilities in p_, and says where they belong.
+  uint32_t metadata_[kCompressesKeys ? kPlaceWords : 1];
+  bool pending_pruned_ = false;  // the pending tile's last block
+  const uint32_t one_ = unknown_one();
 };
 
 }  // namespace fmha

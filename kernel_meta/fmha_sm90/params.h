@@ -32,7 +32,7 @@ struct Params {
   ptx::TensorMap query_map;  // box (span, tile_tokens, tile_heads, kQueryBoxChunks)
   ptx::TensorMap key_map;    // box (span, kTileKV, 1, spans)
   ptx::TensorMap value_map;  // box (span, kTileKV, 1, spans)
-  ptx::TensorMap out_map;    // box (span, tile_tokens, tile_heads, spans); not for the split scheduler
+  ptx::TensorMap out_map;    // box (span, tile_tokens, tile_heads, spans); not for the split scheduler, see below
 
   void* out;                         // [total_q, num_heads_q, head_dim_v]
   float* lse;                        // [total_q, num_heads_q] or null
@@ -69,6 +69,10 @@ struct Params {
   SageScales sage;
   SkipSoftmax skip;
 };
+
+// Rows with spcompress store no output through a tensor map. In its place they have the keys as (elements of a span,
+// tokens, groups of four tokens from there, heads, spans of a row), box (span, 2, kTileKV / 4, 1, 1).
+__host__ __device__ inline const ptx::TensorMap& permuted_key_map(const Params& params) { return params.out_map; }
 
 static_assert(offsetof(Params, out) == 512 && offsetof(Params, out_stride_token) == 608 &&
                   offsetof(Params, launch_tag) == 640 && offsetof(Params, tile_tokens) == 676 && sizeof(Params) == 768,

@@ -53,6 +53,23 @@ __device__ __forceinline__ void load_on_demand(const BlockRange& blocks, uint32_
   }
 }
 
+// Keys for compress.cuh: the first two of every four, then the other two.
+__device__ __forceinline__ void load_permuted_keys(const Params& params, Ring<kStagesK>& ring, int token, int kv_head,
+                                                   uint64_t policy) {
+  Storage& s = storage();
+  ptx::mbarrier_wait(s.k_empty[ring.stage], ring.parity ^ 1);
+  ptx::mbarrier_arrive_expect(s.k_full[ring.stage], sizeof(s.k[0]));
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunksQK; ++chunk) {
+      ptx::tma_load_5d(s.k[ring.stage][chunk][half * (kTileKV / 2)], permuted_key_map(params), s.k_full[ring.stage],
+                       policy, 0, token + 2 * half, 0, kv_head, chunk);
+    }
+  }
+  ring.advance();
+}
+
 // One thread; with scales of keys to load, one warp. Loads each tile's blocks from the last to the first, K one block
 // ahead of V, as they are consumed.
 __device__ __forceinline__ void load_keys_and_values(const Params& params) {
@@ -85,6 +102,12 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
       ring.advance();
     };
     auto load_k = [&](int block) {
+      if constexpr (kCompressesKeys) {
+        if (pruned_blocks(tile, params).contains(block)) {
+          load_permuted_keys(params, k_ring, tile.kv_start + block * kTileKV, kv_head, policy);
+          return;
+        }
+      }
       const int stage = k_ring.stage;
       load(s.k, params.key_map, s.k_full, s.k_empty, k_ring, block);
       if constexpr (kSage) load_key_scales(params, tile, kv_head, block, stage);

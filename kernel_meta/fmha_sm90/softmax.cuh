@@ -71,7 +71,8 @@ struct Softmax {
   }
 
   // First block of a tile: the reference is its exact maximum.
-  __device__ __forceinline__ void first(Logits& s) {
+  template <int kCount>
+  __device__ __forceinline__ void first(float (&s)[kCount]) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       set_reference(r, quad_max(row_max(s, r)));
@@ -82,10 +83,16 @@ struct Softmax {
   }
 
   // Later blocks. Returns whether O must be rescaled (the same for the whole warp).
-  __device__ __forceinline__ bool next(Logits& s) { return next(s, slack); }
+  template <int kCount>
+  __device__ __forceinline__ bool next(float (&s)[kCount]) {
+    return next(s, slack);
+  }
 
   // One of them whose rows outgrow their reference with anything above it.
-  __device__ __forceinline__ bool next_exact(Logits& s) { return next(s, 0.f); }
+  template <int kCount>
+  __device__ __forceinline__ bool next_exact(float (&s)[kCount]) {
+    return next(s, 0.f);
+  }
 
   // Moves what outgrows its reference with these maxima, of which each thread has its part. Returns whether O must be
   // rescaled.
@@ -94,10 +101,11 @@ struct Softmax {
   // s becomes p. By itself, the step of a later block that does not look for the maximum, which costs as much as the
   // exponentials: the sums bound this thread's p. Where they are within reference for all threads, `add` them; if not,
   // s is lost and must be made again for `next`.
-  __device__ __forceinline__ Sums exponentiate(Logits& s) const {
+  template <int kCount>
+  __device__ __forceinline__ Sums exponentiate(float (&s)[kCount]) const {
     float even[kRowsPerThread] = {0.f, 0.f}, odd[kRowsPerThread] = {0.f, 0.f};
 #pragma unroll
-    for (int j = 0; j < kTileKV / 8; ++j) {
+    for (int j = 0; j < kCount / 4; ++j) {
       if constexpr (kFp16Softmax) {
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
@@ -133,10 +141,11 @@ struct Softmax {
 
  private:
   // Of this thread's part of row r, as references are counted.
-  __device__ __forceinline__ float row_max(const Logits& s, int r) const {
+  template <int kCount>
+  __device__ __forceinline__ float row_max(const float (&s)[kCount], int r) const {
     float even = s[2 * r], odd = s[2 * r + 1];
 #pragma unroll
-    for (int j = 1; j < kTileKV / 8; ++j) {
+    for (int j = 1; j < kCount / 4; ++j) {
       even = fmaxf(even, s[4 * j + 2 * r]);
       odd = fmaxf(odd, s[4 * j + 2 * r + 1]);
     }
@@ -144,12 +153,14 @@ struct Softmax {
   }
 
   // By nothing where a row's reference stays: its exponents keep every bit.
-  static __device__ __forceinline__ void shift(Logits& s, const float (&by)[kRowsPerThread]) {
+  template <int kCount>
+  static __device__ __forceinline__ void shift(float (&s)[kCount], const float (&by)[kRowsPerThread]) {
 #pragma unroll
-    for (int i = 0; i < kTileKV / 2; ++i) s[i] += by[i / 2 % 2];
+    for (int i = 0; i < kCount; ++i) s[i] += by[i / 2 % 2];
   }
 
-  __device__ __forceinline__ bool next(Logits& s, float slack) {
+  template <int kCount>
+  __device__ __forceinline__ bool next(float (&s)[kCount], float slack) {
     const float before[kRowsPerThread] = {offset[0], offset[1]};
     const bool moved = follow(row_max(s, 0), row_max(s, 1), slack);
     if (kSage && moved) shift(s, {offset[0] - before[0], offset[1] - before[1]});

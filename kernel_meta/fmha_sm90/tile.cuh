@@ -62,4 +62,24 @@ __device__ __forceinline__ BlockRange block_range(const Tile& tile, int first, i
   return range;
 }
 
+// Blocks [begin, end) whose logits are pruned (compress.cuh), the same for both consumers: those of the tiles of 128
+// keys that all of the tile's rows see whole.
+struct PrunedBlocks {
+  int begin, end;
+
+  __device__ __forceinline__ bool empty() const { return begin >= end; }
+  __device__ __forceinline__ bool contains(int block) const { return begin <= block && block < end; }
+};
+
+__device__ __forceinline__ PrunedBlocks pruned_blocks(const Tile& tile, const Params& params) {
+  if constexpr (!kCompressesKeys) return {0, 0};
+  constexpr int kKeys = 128;
+  static_assert(!kCompressesKeys || (kTileQ == 128 && kKeys % kTileKV == 0), "a tile is pruned as a whole");
+  const int row = tile.q_block * kTileQ;
+  const int last_row = min(row + kTileQ, tile.q_len) - 1;
+  const int begin = ceil_div(key_begin(tile, last_row, params.window_left), kKeys);
+  const int end = max(begin, key_end(tile, row) / kKeys);
+  return {begin * (kKeys / kTileKV), end * (kKeys / kTileKV)};
+}
+
 }  // namespace fmha

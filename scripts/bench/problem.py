@@ -26,6 +26,7 @@ OUT_DTYPES = {name: torch.float16 if name == "fp16" else torch.bfloat16 for name
 # is judged by what its operands were made from.
 TOLERANCE = {"bf16": 6e-3, "fp16": 1.5e-3, "e4m3": 8e-2, "sage-int8": 8e-2, "sage-e4m3": 8e-2}
 
+_TILE = 128  # query rows, and keys, that spcompress judges together
 _SAMPLED_SEQUENCES = 12
 _SAMPLED_ROWS = 48
 
@@ -175,5 +176,28 @@ def _exact(problem: Problem, sequence: int, local: torch.Tensor, head: int) -> t
         if workload.window is not None:
             hidden |= distance > workload.window
         logits = logits.masked_fill(hidden, -math.inf)
+    if workload.spcompress:
+        logits = logits.masked_fill(_pruned(logits, workload, local, kv_len - q_len), -math.inf)
     # A row that sees no key is zero.
     return logits.softmax(dim=-1).nan_to_num(0) @ all_values[keys, kv_head].float()
+
+
+def _pruned(logits: torch.Tensor, workload: Workload, local: torch.Tensor, diagonal: int) -> torch.Tensor:
+    """The two smallest of each four logits in the tiles of keys that all of a row's 128 rows see whole."""
+    kv_len = logits.shape[1]
+    first_row = local // _TILE * _TILE
+    begin, end = torch.zeros_like(local), torch.full_like(local, kv_len)
+    if workload.mask != "dense":
+        end = (first_row + diagonal + 1).clamp(0, kv_len)
+    if workload.window is not None:
+        begin = (first_row + _TILE - 1 + diagonal - workload.window).clamp_min(0)
+    begin, end = -(-begin // _TILE) * _TILE, end // _TILE * _TILE
+    keys = torch.arange(kv_len, device=logits.device)
+    interior = (keys >= begin[:, None]) & (keys < end[:, None])
+    whole = kv_len // 4 * 4
+    smallest = logits[:, :whole].unflatten(1, (-1, 4)).topk(2, largest=False).indices
+    pruned = torch.zeros_like(interior)
+    pruned[:, :whole] = (
+        torch.zeros_like(interior[:, :whole]).unflatten(1, (-1, 4)).scatter(2, smallest, True).flatten(1)
+    )
+    return pruned & interior

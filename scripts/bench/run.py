@@ -104,6 +104,8 @@ class Bench:
 def _refusal(name: str, peer: Peer, workload: Workload) -> str | None:
     if workload.sage and name != OURS:
         return "has no scales by blocks"
+    if workload.spcompress and name != OURS:
+        return "does not prune"
     return peer.refusal(workload)
 
 

@@ -30,6 +30,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mask        "causal": row i sees keys j <= i + kv_len - q_len; "window": of those the `window` keys
                 before the diagonal and the diagonal itself; "dense": all
     window      only with mask "window"
+    spcompress  logits pruned 2:4, which only we do; work counts as without
     kv_lens     default: q_lens
     """
 
@@ -42,6 +43,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dims: tuple[int, int] = (192, 128)
     mask: Mask = "causal"
     window: int | None = None
+    spcompress: bool = False
 
     def __post_init__(self) -> None:
         # msgspec's way to give a frozen struct defaults that depend on other fields.
@@ -57,6 +59,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             (min(self.head_dims) < 1, "head_dims are at least 1"),
             ((self.mask == "window") != (self.window is not None), "window goes with mask 'window', only"),
             (self.window is not None and self.window < 0, "window is not negative"),
+            (self.spcompress and self.dtype != "e4m3", "spcompress goes with dtype 'e4m3', only"),
             (not self.pairs, "at least one query sees a key"),
         ):
             if broken:
@@ -114,7 +117,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.self_attention:
             lengths += f" kv {_compact(self.kv_lens)}"
         dim_qk, dim_v = self.head_dims
-        return f"{self.dtype} ({dim_qk},{dim_v}) {mask}, {heads} heads, {lengths}"
+        variant = " spcompress" if self.spcompress else ""
+        return f"{self.dtype}{variant} ({dim_qk},{dim_v}) {mask}, {heads} heads, {lengths}"
 
     def _pairs(self, q_len: int, kv_len: int) -> int:
         if self.mask == "dense":
@@ -183,6 +187,32 @@ _MAIN = (
     Workload("b64x128_192_h16", (128,) * 64, heads=16),
     Workload("fp8_c192_8k", (8192,), dtype="e4m3"),
     Workload("fp8_c128_8k", (8192,), dtype="e4m3", head_dims=(128, 128)),
+)
+
+# Pruned and plain side by side.
+_SPCOMPRESS = tuple(
+    Workload(
+        f"{'pruned' if spcompress else 'plain'}_{name}",
+        q_lens,
+        dtype="e4m3",
+        heads=heads,
+        head_dims=head_dims,
+        mask=mask,
+        window=4096 if mask == "window" else None,
+        spcompress=spcompress,
+    )
+    for name, q_lens, heads, head_dims, mask in (
+        ("c192_1k", (1024,), 128, (192, 128), "causal"),
+        ("c192_8k", (8192,), 128, (192, 128), "causal"),
+        ("dense192_4k", (4096,), 128, (192, 128), "dense"),
+        ("c128_1k", (1024,), 128, (128, 128), "causal"),
+        ("c128_8k", (8192,), 128, (128, 128), "causal"),
+        ("dense128_16k", (16384,), 16, (128, 128), "dense"),
+        ("w128_16k", (16384,), 64, (128, 128), "window"),
+        ("c256_8k", (8192,), 64, (256, 256), "causal"),
+        ("dense256_4k", (4096,), 64, (256, 256), "dense"),
+    )
+    for spcompress in (False, True)
 )
 
 # Nothing is tuned on these: they show whether the main set's speed carries over.
@@ -290,4 +320,5 @@ SETS = {
     "short": _unique(_SHORT, "short"),
     "tails": _unique(_TAILS, "tails"),
     "sage": _unique(_SAGE, "sage"),
+    "spcompress": _unique(_SPCOMPRESS, "spcompress"),
 }

@@ -67,6 +67,17 @@ CALLS = {
         "value=CudaTensor((450, 16, 128), torch.float8_e4m3fn, strides=(5120, 320, 1), "
         f"address=(1 << 50) + 192), {FP8}, {BF16_OUT}"
     ),
+    "spcompress": f"{FP8}, {BF16_OUT}, uses_spcompress=True",
+    "spcompress, head dims 256": (
+        f"[3], [9000], heads=(16, 2), head_dims=(256, 256), is_causal=False, {FP8}, uses_spcompress=True, "
+        "out=CudaTensor((3, 16, 256), torch.float16)"
+    ),
+    "spcompress, key and value in one buffer": (
+        "head_dims=(128, 128), window_left=200, uses_spcompress=True, "
+        "key=CudaTensor((450, 16, 128), torch.float8_e4m3fn, strides=(4096, 256, 1), address=1 << 50), "
+        "value=CudaTensor((450, 16, 128), torch.float8_e4m3fn, strides=(4096, 256, 1), "
+        f"address=(1 << 50) + 128), {FP8}, {BF16_OUT}"
+    ),
     "fp8 values": "value=CudaTensor((450, 16, 128), torch.float8_e4m3fn)",
     "fp8 values, head dims 256": (
         "head_dims=(256, 256), is_causal=False, value=CudaTensor((450, 16, 256), torch.float8_e4m3fn)"
@@ -131,6 +142,7 @@ SLIDING = {
     "sage fp8, head dims 256": 100,
     "fp8, window of many keys": 2047,
     "fp8, window of few keys": 2046,
+    "spcompress, key and value in one buffer": 200,
     "window that hides one key": 398,
 }
 
@@ -338,9 +350,47 @@ def test_tensor_maps(launches: dict[str, Launch], name: str) -> None:
         # SWIZZLE_NONE 0, 64B 2, 128B 3: as wide as the span; values of 8 bits are converted, or transposed.
         converted = operand == "value" and size == 1 and not row.e4m3_p
         assert encoded["swizzle"] == (0 if converted else {64: 2, 128: 3}[span])
+        if operand == "out" and row.uses_spcompress:
+            continue  # see below
         words = struct.unpack_from("<2IQ", given[f"{operand}_map"])  # the stub begins its maps with these
         assert words == (encoded["dtype"], 4, encoded["address"])
-    assert len(launch.maps) == 4
+    assert len(launch.maps) == 4 + row.uses_spcompress
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "spcompress" in name])
+def test_permuted_keys(launches: dict[str, Launch], name: str) -> None:
+    """Where its box lands a row of K is, by what the map says, the key that the kernel takes it for."""
+    launch = launches[name]
+    row, given = find_row(launch.call["kernel"]), _decode(launch.parameters)
+    assert row.uses_spcompress
+    assert given["tile_heads"] == 1
+    plain, permuted = launch.maps[1], launch.maps[4]
+    words = struct.unpack_from("<2IQ", given["out_map"])
+    assert words == (permuted["dtype"], 5, permuted["address"])
+    for option in ("address", "dtype", "swizzle", "interleave", "l2_promotion", "oob_fill"):
+        assert permuted[option] == plain[option]
+    elements, tokens, heads, spans = plain["dims"]
+    token_stride, head_stride, span_stride = plain["strides"]
+    assert permuted["element_strides"] == [1] * 5
+    assert permuted["box"] == [elements, 2, row.tile_kv // 4, 1, 1]
+    assert permuted["dims"] == [elements, tokens, row.tile_kv // 4, heads, spans]
+    assert permuted["strides"][2:] == [head_stride, span_stride]
+    # Two boxes, the second from two tokens on; the innermost dimension of the box moves first.
+    landed = [
+        2 * half * token_stride + second * permuted["strides"][0] + group * permuted["strides"][1]
+        for half in range(2)
+        for group in range(row.tile_kv // 4)
+        for second in range(2)
+    ]
+    # compress.cuh: columns 8 j + 2 c + e of half h of the block are the keys 16 j + 4 c + 2 h + e.
+    keys = [
+        16 * j + 4 * c + 2 * h + e
+        for h in range(2)
+        for j in range(row.tile_kv // 16)
+        for c in range(4)
+        for e in range(2)
+    ]
+    assert landed == [key * token_stride for key in keys]
 
 
 @pytest.mark.parametrize("tokens", [87_382, 174_763])
@@ -368,6 +418,7 @@ def test_mask_of_the_kernel(launches: dict[str, Launch], name: str, mask: str) -
 @pytest.mark.parametrize(
     ("name", "columns"),
     [
+        ("spcompress", "e4m3_e4m3_e4m3_bf16_h192x128"),
         ("fp16", "fp16_fp16_fp16_fp16_h192x128"),
         ("head dims 128", "h128x128"),
         ("head dims 256", "h256x256"),

@@ -74,6 +74,8 @@ TYPES = {
     "fp8, skipping": Types(E4M3, E4M3, torch.bfloat16, SKIPPING),
     "fp8 to fp16, skipping": Types(E4M3, E4M3, torch.float16, SKIPPING),
     "fp16 softmax": Types(torch.bfloat16, torch.bfloat16, torch.bfloat16, {"use_fp16_softmax": True}),
+    "spcompress": Types(E4M3, E4M3, torch.bfloat16, {"uses_spcompress": True}),
+    "spcompress to fp16": Types(E4M3, E4M3, torch.float16, {"uses_spcompress": True}),
 }
 _INT8_DEVIATION = 40.0
 
@@ -153,10 +155,7 @@ class Problem:
 
     def spans(self) -> Iterator[slice]:
         """The query rows of each sequence."""
-        begin = 0
-        for length in self.q_lens:
-            yield slice(begin, begin + length)
-            begin += length
+        return spans(self.q_lens)
 
     def alone(self, number: int) -> Problem:
         """One sequence as a batch of its own, in tensors of its own."""
@@ -194,7 +193,10 @@ def make_problem(
     seed: int = 0,
     **options: Any,
 ) -> Problem:
-    """Normal inputs. `padding` tokens at the end of every tensor belong to no sequence."""
+    """Normal inputs. `padding` tokens at the end of every tensor belong to no sequence.
+
+    Where a kernel chooses among logits, queries and keys are such that rounding does not decide the choice.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def randn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -212,9 +214,12 @@ def make_problem(
         v_scales = torch.rand(kv_heads, dims[1], generator=generator, device=device) + 0.5
         options["sage_attn_sfs"] = (q_scales, k_scales, None, v_scales)
         options["num_elts_per_sage_attn_blk"] = (*types.sage_blocks, 0, 1)
+    query, key = randn(types.query, total_q, heads, dims[0]), randn(types.query, total_kv, kv_heads, dims[0])
+    if types.options.get("uses_spcompress"):
+        query, key = _without_ties(query, key, kv_lens)
     return Problem(
-        query=randn(types.query, total_q, heads, dims[0]),
-        key=randn(types.query, total_kv, kv_heads, dims[0]),
+        query=query,
+        key=key,
         value=randn(types.value, total_kv, kv_heads, dims[1]),
         q_lens=list(q_lens),
         kv_lens=list(kv_lens),
@@ -252,6 +257,27 @@ def sage_scales(
         unused[columns] = False
     scales[:, unused.to(scales.device)] = math.nan
     return scales
+
+
+def _without_ties(
+    query: torch.Tensor, key: torch.Tensor, kv_lens: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Small whole numbers, and a last element that tells four consecutive keys apart: multiples of 1/4, which
+    even products of 8 bits add up exactly, and no two of the four are equal."""
+    query, key = (tensor.float().round().clamp(-3, 3) for tensor in (query, key))
+    query[..., -1] = 1
+    for keys in spans(kv_lens):
+        place = torch.arange(keys.stop - keys.start, device=key.device) % 4
+        key[keys, :, -1] = place[:, None] / 4
+    return query.to(E4M3), key.to(E4M3)
+
+
+def spans(lengths: Sequence[int]) -> Iterator[slice]:
+    """The tokens of each sequence."""
+    begin = 0
+    for length in lengths:
+        yield slice(begin, begin + length)
+        begin += length
 
 
 def edges(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

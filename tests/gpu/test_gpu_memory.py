@@ -45,7 +45,7 @@ def assert_usable(device: torch.device, workspace: torch.Tensor) -> None:
     "types",
     [
         *("bf16", "fp8", "fp8 many keys", "sage fp8"),
-        *("bf16, skipping", "fp8, skipping", "fp16 softmax"),
+        *("bf16, skipping", "fp8, skipping", "fp16 softmax", "spcompress"),
     ],
 )
 @pytest.mark.parametrize("mask", MASKS)
@@ -233,7 +233,9 @@ def test_guard_regions(
     [
         *itertools.product(["bf16", "bf16, skipping", "fp16 softmax"], [math.nan, math.inf, -math.inf]),
         # e4m3 has no infinity
-        *itertools.product(["fp8", "fp8 many keys", "fp8 values", "sage fp8", "fp8, skipping"], [math.nan]),
+        *itertools.product(
+            ["fp8", "fp8 many keys", "fp8 values", "sage fp8", "fp8, skipping", "spcompress"], [math.nan]
+        ),
     ],
 )
 @pytest.mark.parametrize("mask", MASKS)
@@ -318,7 +320,7 @@ def free_or_skip(device: torch.device, needed: int) -> None:
         pytest.skip(f"needs {needed >> 30} GiB of free device memory; there are {free >> 30}")
 
 
-@pytest.mark.parametrize("types", ["bf16", "fp8", "sage int8"])
+@pytest.mark.parametrize("types", ["bf16", "fp8", "sage int8", "spcompress"])
 def test_kv_offsets_past_two_to_the_31(types: str, device: torch.device, workspace: torch.Tensor) -> None:
     """The second request begins at element 87382 * 128 * 192, just past 2^31."""
     free_or_skip(device, 12 << 30)

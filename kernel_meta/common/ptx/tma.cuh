@@ -37,6 +37,15 @@ __device__ __forceinline__ void tma_load_4d(void* destination, const TensorMap& 
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load_5d(void* destination, const TensorMap& map, Mbarrier& barrier, uint64_t policy,
+                                            int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(shared_address(destination)),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(shared_address(&barrier)), "l"(policy)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store_4d(const TensorMap& map, const void* source, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map), "r"(c0),

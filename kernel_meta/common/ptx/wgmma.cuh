@@ -74,6 +74,13 @@ enum class Major { K, MN };
 template <Element kElement, int kN>
 struct Wgmma;
 
+// D[64, N] += A[64, 32] * B[32, N] in fp16, where A has two non-zero elements in each group of four along K: a0 ... a3
+// hold those in the layout of an A of 16 columns, and `metadata` two bits for each, its place in its group (PTX ISA,
+// "Sparse wgmma"). Lanes 2 * kSelector and 2 * kSelector + 1 of a quad give the metadata of K 0-15 and K 16-31: four bits
+// a group, those of row g below those of row g + 8.
+template <int kN>
+struct SparseWgmma;
+
 #define PTX_ACC_8(c, d, i) \
   c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define PTX_ACC_32(c, d) PTX_ACC_8(c, d, 0), PTX_ACC_8(c, d, 8), PTX_ACC_8(c, d, 16), PTX_ACC_8(c, d, 24)
@@ -134,6 +141,20 @@ struct Wgmma;
     }                                                                                                                  \
   };
 
+#define PTX_DEFINE_SPARSE_WGMMA(N, COUNT, P0, P1, P2, P3, P4, P5, P6, P7)                                            \
+  template <>                                                                                                       \
+  struct SparseWgmma<N> {                                                                                           \
+    template <int kSelector>                                                                                        \
+    static __device__ __forceinline__ void rs(float (&d)[COUNT], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, \
+                                              uint64_t b, uint32_t metadata) {                                      \
+      asm volatile("{.reg .pred accumulate;\nsetp.ne.b32 accumulate, " P6 ", 0;\n"                                  \
+                   "wgmma.mma_async.sp.sync.aligned.m64n" #N "k32.f32.f16.f16 {" PTX_REGS_##COUNT "}, "             \
+                   "{" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", " P5 ", " P7 ", accumulate, 1, 1, 1;}"                \
+                   : PTX_ACC_##COUNT("+f", d)                                                                             \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(metadata), "n"(1), "n"(kSelector));            \
+    }                                                                                                               \
+  };
+
 #define PTX_DEFINE_WGMMAS(N, COUNT, P0, P1, P2, P3, P4, P5, P6)                                                        \
   PTX_DEFINE_WGMMA(bf16, float, "+f", "k16.f32.bf16.bf16 ", N, COUNT, P0, P1, P2, P3, P4, P5, ", 1, 1, " P6,           \
                    ", 1, 1, 0, 0")                                                                                     \
@@ -147,7 +168,11 @@ PTX_DEFINE_WGMMAS(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
 PTX_DEFINE_WGMMAS(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 PTX_DEFINE_WGMMAS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
+PTX_DEFINE_SPARSE_WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", "%71")
+PTX_DEFINE_SPARSE_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", "%135")
+
 #undef PTX_DEFINE_WGMMAS
+#undef PTX_DEFINE_SPARSE_WGMMA
 #undef PTX_DEFINE_WGMMA
 #undef PTX_REGS_128
 #undef PTX_REGS_64

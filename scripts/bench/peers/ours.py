@@ -66,6 +66,7 @@ class Ours:
                 out=out,
                 sage_attn_sfs=problem.sage_scales,
                 num_elts_per_sage_attn_blk=blocks,
+                uses_spcompress=workload.spcompress,
                 **options,
             )
             return out
@@ -81,4 +82,5 @@ def _request(workload: Workload) -> dict[str, Any]:
         "mask": _MASKS[workload.mask],
         "num_heads_q": workload.heads,
         "num_heads_kv": workload.kv_heads,
+        "uses_spcompress": workload.spcompress,
     }

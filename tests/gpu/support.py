@@ -13,6 +13,7 @@ import torch
 import cubin_runtime
 from cubin_runtime.many_keys import MANY_KEYS
 from cubin_runtime.reference import ragged_attention_reference
+from cubin_runtime.request import SAGE_OFF
 
 HEAD_DIMS = [(192, 128), (128, 128), (256, 256)]
 E4M3 = torch.float8_e4m3fn
@@ -116,6 +117,10 @@ class Problem:
             max_q_len=max(self.q_lens),
             total_q=self.query.shape[0],
             max_kv_len=window + 1 if slides else self.max_kv_len,
+            use_fp16_softmax=bool(self.options.get("use_fp16_softmax")),
+            uses_spcompress=bool(self.options.get("uses_spcompress")),
+            skips_softmax=bool(self.options.get("skip_softmax_threshold_scale_factor")),
+            sage_blocks=self.options.get("num_elts_per_sage_attn_blk", SAGE_OFF),
         )
         return selection.require().e4m3_p
 

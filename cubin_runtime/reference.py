@@ -316,11 +316,12 @@ def _attend_chunk(
 def _prune_interior_tiles(logits: torch.Tensor, mask: _Mask, rows: slice, keys: slice) -> None:
     """spcompress: of each 4 consecutive keys of an interior tile only the 2 largest logits stay.
 
-    Interior means visible to all of the tile's 128 query rows. A last tile with fewer rows is judged
-    as if it had them all, and one with fewer keys is not interior.
+    Interior means visible to all of the tile's query rows: 128, or what is left of the sequence. A last
+    tile with fewer keys is not interior.
     """
     for row in range(rows.start, rows.stop, TILE):
-        begin = -(-mask.first_key(row + TILE - 1) // TILE) * TILE
+        last_row = min(row + TILE, rows.stop) - 1
+        begin = -(-mask.first_key(last_row) // TILE) * TILE
         end = mask.end_key(row) // TILE * TILE
         if begin >= end:
             continue

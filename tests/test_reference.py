@@ -88,7 +88,7 @@ def naive(
                 if uses_spcompress:
                     for span in spans:
                         if span.stop <= kv_len and all(
-                            visible(i, j) for i in range(top, top + 128) for j in span
+                            visible(i, j) for i in range(top, min(top + 128, q_len)) for j in span
                         ):
                             prune(tile, span)
                 if skip_factor:

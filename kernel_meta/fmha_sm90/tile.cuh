@@ -63,7 +63,8 @@ __device__ __forceinline__ BlockRange block_range(const Tile& tile, int first, i
 }
 
 // Blocks [begin, end) whose logits are pruned (compress.cuh), the same for both consumers: those of the tiles of 128
-// keys that all of the 128 rows from the tile's first see whole, were they all of the sequence.
+// keys that all of the tile's rows see whole. Rows behind the sequence's end have no say: with them, a window that hides
+// nothing would differ from none.
 struct PrunedBlocks {
   int begin, end;
 
@@ -76,7 +77,8 @@ __device__ __forceinline__ PrunedBlocks pruned_blocks(const Tile& tile, const Pa
   constexpr int kKeys = 128;
   static_assert(!kCompressesKeys || (kTileQ == 128 && kKeys % kTileKV == 0), "a tile is pruned as a whole");
   const int row = tile.q_block * kTileQ;
-  const int begin = ceil_div(key_begin(tile, row + kTileQ - 1, params.window_left), kKeys);
+  const int last_row = min(row + kTileQ, tile.q_len) - 1;
+  const int begin = ceil_div(key_begin(tile, last_row, params.window_left), kKeys);
   const int end = max(begin, key_end(tile, row) / kKeys);
   return {begin * (kKeys / kTileKV), end * (kKeys / kTileKV)};
 }

@@ -66,7 +66,7 @@ def test_every_block_size(
             dims=dims,
             heads=heads,
             kv_heads=kv_heads,
-            types=Types(DTYPES[query], E4M3, torch.bfloat16, blocks),
+            types=Types(DTYPES[query], E4M3, torch.bfloat16, sage_blocks=blocks),
             padding=21,
             attention_sinks=torch.linspace(-2, 4, heads, device=device),
             bmm2_scale=0.7,
@@ -255,7 +255,7 @@ def test_offsets_past_two_to_the_32(device: torch.device, workspace: torch.Tenso
     free = torch.cuda.mem_get_info(device)[0]
     if free < 40 << 30:
         pytest.skip(f"needs 40 GiB of free device memory; there are {free >> 30}")
-    types = Types(torch.int8, E4M3, torch.bfloat16, (1, 1))
+    types = Types(torch.int8, E4M3, torch.bfloat16, sage_blocks=(1, 1))
     first, last = (
         make_problem(
             [q], [kv], device=device, dims=dims, heads=heads, kv_heads=heads, types=types, is_causal=True

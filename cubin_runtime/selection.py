@@ -273,7 +273,7 @@ def _arch_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]
 def _work_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]:
     if row.e4m3_p and not many_keys(request):
         message = f"e4m3_p: this kernel is for {MANY_KEYS} keys and more, the call has {request.max_kv_len}"
-        yield Mismatch("e4m3_p", "few keys", "on, for many keys", message)
+        yield Mismatch("e4m3_p", str(request.max_kv_len), str(MANY_KEYS), message)
     if row.scheduler != "split":
         return
     wanted = few_rows(request)

@@ -18,8 +18,6 @@ causal, dense or window, and `window` counts the keys that a row sees left of th
 from __future__ import annotations
 
 import argparse
-import datetime
-import shlex
 import signal
 import sys
 import time
@@ -28,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from bench.command import date_and_command
 from bench.machine import machine
 from bench.peers import OURS, PEERS, Options, Peer, PeerMissingError
 from bench.report import markdown, progress
@@ -46,10 +45,11 @@ class Recorder:
         self._path = folder / name
         self._began = time.monotonic()
         self._lines: list[Line] = []
+        date, command = date_and_command()
         self._report = Report(
             name=name,
-            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            command=shlex.join(["python", *sys.argv]),
+            date=date,
+            command=command,
             seconds=0,
             complete=False,
             machine=machine(),

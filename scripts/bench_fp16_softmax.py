@@ -8,24 +8,19 @@ Writes fp16_softmax.json and fp16_softmax.md.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import torch
+from bench.command import choose, date_and_command, save
 from bench.machine import machine
 from bench.peers.base import Options
 from bench.peers.ours import Ours
 from bench.problem import Check, make_problem
-from bench.timing import PROTOCOLS, Protocol
+from bench.timing import Protocol
 from bench.variants import Timing, compare
 from bench.workloads import Workload
-
-ROOT = Path(__file__).resolve().parents[1]
 
 CASES = tuple(
     case
@@ -90,23 +85,12 @@ def markdown(report: Report) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--protocol", choices=(*PROTOCOLS, "both"), default="both", help="see bench/timing.py"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks", metavar="DIR", help="(default: benchmarks/)"
-    )
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("torch finds no CUDA device", file=sys.stderr)
+    chosen = choose(__doc__, CASES, arguments)
+    if chosen is None:
         return 2
-    protocols = {n: p for n, p in PROTOCOLS.items() if options.protocol in (n, "both")}
     lines: list[Line] = []
-    for workload in CASES:
-        for line in run_case(workload, protocols):
+    for workload in chosen.cases:
+        for line in run_case(workload, chosen.protocols):
             lines.append(line)
             print(
                 f"{workload.name:10} {line.protocol:10} speedup {line.fp16.speedup:.3f} "
@@ -114,12 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 flush=True,
             )
         torch.cuda.empty_cache()
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    report = Report(date, shlex.join(["python", *sys.argv]), machine(), tuple(lines))
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = msgspec.json.format(msgspec.json.encode(report), indent=1)
-    (options.out / "fp16_softmax.json").write_bytes(text + b"\n")
-    (options.out / "fp16_softmax.md").write_text(markdown(report))
+    report = Report(*date_and_command(), machine(), tuple(lines))
+    save(report, markdown(report), chosen.out, "fp16_softmax")
     return 0
 
 

@@ -10,23 +10,17 @@ sage_quantize.md.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import fnmatch
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import msgspec
 import torch
+from bench.command import choose, date_and_command, save
 from bench.machine import machine
 from bench.results import Summary
-from bench.timing import PROTOCOLS, Protocol, capture, copies, measure, summarise
+from bench.timing import Protocol, capture, copies, measure, summarise
 
 from cubin_runtime import trtllm_sage_attention_quantize
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -155,33 +149,16 @@ def run(cases: Iterable[Case], protocols: dict[str, Protocol]) -> Report:
                 flush=True,
             )
         torch.cuda.empty_cache()
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return Report(date, shlex.join(["python", *sys.argv]), machine(), tuple(lines))
+    return Report(*date_and_command(), machine(), tuple(lines))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="*", metavar="GLOB", help="cases by name")
-    parser.add_argument(
-        "--protocol", choices=(*PROTOCOLS, "both"), default="both", help="see bench/timing.py"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks", metavar="DIR", help="(default: benchmarks/)"
-    )
-    options = parser.parse_args(arguments)
-    cases = [case for case in CASES if fnmatch.fnmatchcase(case.name, options.only)]
-    if not cases or not torch.cuda.is_available():
-        print("no case matches" if not cases else "torch finds no CUDA device", file=sys.stderr)
+    chosen = choose(__doc__, CASES, arguments)
+    if chosen is None:
         return 2
-    protocols = {n: p for n, p in PROTOCOLS.items() if options.protocol in (n, "both")}
-    report = run(cases, protocols)
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = msgspec.json.format(msgspec.json.encode(report), indent=1)
-    (options.out / "sage_quantize.json").write_bytes(text + b"\n")
-    (options.out / "sage_quantize.md").write_text(markdown(report))
+    report = run(chosen.cases, chosen.protocols)
+    save(report, markdown(report), chosen.out, "sage_quantize")
     return 0
 
 

@@ -11,11 +11,7 @@ in turns. Writes skip_softmax.json, skip_softmax.md and skip_softmax.png.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import fnmatch
 import math
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,16 +20,15 @@ from typing import Any
 
 import msgspec
 import torch
+from bench.command import choose, date_and_command, save
 from bench.machine import machine
 from bench.peers.base import Options
 from bench.peers.ours import Ours
 from bench.problem import DTYPES, Check, Problem, make_problem
 from bench.results import Summary
-from bench.timing import PROTOCOLS, Protocol
+from bench.timing import Protocol
 from bench.variants import compare
 from bench.workloads import Workload
-
-ROOT = Path(__file__).resolve().parents[1]
 
 TOKENS = 32768
 NOTHING = 1e-30  # a factor that leaves nothing out
@@ -240,25 +235,12 @@ def plot(report: Report, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="*", metavar="GLOB", help="cases by name")
-    parser.add_argument(
-        "--protocol", choices=(*PROTOCOLS, "both"), default="both", help="see bench/timing.py"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks", metavar="DIR", help="(default: benchmarks/)"
-    )
-    options = parser.parse_args(arguments)
-    workloads = [workload for workload in CASES if fnmatch.fnmatchcase(workload.name, options.only)]
-    if not workloads or not torch.cuda.is_available():
-        print("no case matches" if not workloads else "torch finds no CUDA device", file=sys.stderr)
+    chosen = choose(__doc__, CASES, arguments)
+    if chosen is None:
         return 2
-    protocols = {n: p for n, p in PROTOCOLS.items() if options.protocol in (n, "both")}
     cases = []
-    for workload in workloads:
-        cases.append(run_case(workload, protocols))
+    for workload in chosen.cases:
+        cases.append(run_case(workload, chosen.protocols))
         for speed in cases[-1].speeds:
             point = speed.point
             print(
@@ -268,13 +250,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 flush=True,
             )
         torch.cuda.empty_cache()
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    report = Report(date, shlex.join(["python", *sys.argv]), machine(), tuple(cases))
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = msgspec.json.format(msgspec.json.encode(report), indent=1)
-    (options.out / "skip_softmax.json").write_bytes(text + b"\n")
-    (options.out / "skip_softmax.md").write_text(markdown(report))
-    plot(report, options.out / "skip_softmax.png")
+    report = Report(*date_and_command(), machine(), tuple(cases))
+    save(report, markdown(report), chosen.out, "skip_softmax")
+    plot(report, chosen.out / "skip_softmax.png")
     return 0
 
 

@@ -183,14 +183,17 @@ def _exact(problem: Problem, sequence: int, local: torch.Tensor, head: int) -> t
 
 
 def _pruned(logits: torch.Tensor, workload: Workload, local: torch.Tensor, diagonal: int) -> torch.Tensor:
-    """The two smallest of each four logits in the tiles of keys that all of a row's 128 rows see whole."""
+    """The two smallest of each four logits in the tiles of keys that all of a row's 128 rows see whole, or
+    what is left of these in the sequence.
+    """
     kv_len = logits.shape[1]
     first_row = local // _TILE * _TILE
     begin, end = torch.zeros_like(local), torch.full_like(local, kv_len)
     if workload.mask != "dense":
         end = (first_row + diagonal + 1).clamp(0, kv_len)
     if workload.window is not None:
-        begin = (first_row + _TILE - 1 + diagonal - workload.window).clamp_min(0)
+        last_row = (first_row + _TILE).clamp_max(kv_len - diagonal) - 1
+        begin = (last_row + diagonal - workload.window).clamp_min(0)
     begin, end = -(-begin // _TILE) * _TILE, end // _TILE * _TILE
     keys = torch.arange(kv_len, device=logits.device)
     interior = (keys >= begin[:, None]) & (keys < end[:, None])

@@ -52,8 +52,12 @@ _PART_BYTES = 32  # struct Part
 _LEAST_BLOCKS_PER_PART = 2  # a shorter part costs more to combine than it saves
 _COMBINE_SLICES = 4  # combine.cu: blocks of a slot
 
-# Tags tell the kernel whether the ticket counter in the workspace is of its own launch; 0 is nobody's.
-_launch_tags = itertools.count(1)
+# Tags tell the kernel whether the ticket counter in the workspace is of its own launch. Nothing else that may
+# lie there must look like one: they are no small integers, and as floats of 16 or 32 bits NaNs that nobody
+# computes.
+_FIRST_TAG = 0xFF90_0000
+_TAGS = 1 << 20
+_launch_tags = itertools.count()
 
 
 class _Tiling(NamedTuple):
@@ -177,7 +181,7 @@ class FmhaSm90Call:
                 workspace + self._tile_counter,
                 combine.divided(workspace) if combine else b"",
                 self._strides,
-                next(_launch_tags) % 0xFFFFFFFF + 1,
+                _FIRST_TAG + next(_launch_tags) % _TAGS,
                 self._extents,
                 a.bmm1_scale,
                 a.bmm2_scale,

@@ -49,7 +49,7 @@ struct Params {
   int64_t lse_stride_token;
   int64_t lse_stride_head;
 
-  uint32_t launch_tag;  // never 0; differs between launches, see tickets.cuh
+  uint32_t launch_tag;  // of no other launch, and nothing that memory holds by chance: see tickets.cuh
   int32_t batch_size;
   int32_t total_q;   // tokens of the query tensor: cum_seq_lens_q is clamped to it
   int32_t total_kv;  // tokens of the key tensor

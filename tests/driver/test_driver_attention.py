@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Callable
@@ -555,13 +556,13 @@ with _driver.pushed(_driver.retain_primary_context(0)):
     assert all(launch == launches[0] for launch in launches)
 
 
-def test_a_tag_is_never_zero(run_with_stub: Callable[..., Any]) -> None:
+def test_no_numbers_in_a_workspace_look_like_a_tag(run_with_stub: Callable[..., Any]) -> None:
     run = run_with_stub(
         SETUP
         + """
 import itertools
 from cubin_runtime.families import fmha_sm90
-fmha_sm90._launch_tags = itertools.count(2**32 - 4)
+fmha_sm90._launch_tags = itertools.count(2**20 - 4)
 arguments = cuda_call()
 for _ in range(6):
     attend(**arguments)
@@ -569,8 +570,13 @@ for _ in range(6):
         parameter_bytes=768,
     )
     tags = [_decode(bytes.fromhex(c["parameters"]))["launch_tag"] for c in run.named("cuLaunchKernelEx")]
-    assert 0 not in tags
     assert len(set(tags)) == 6
+    for tag in tags:
+        word = tag.to_bytes(4, "little")
+        assert abs(struct.unpack("<i", word)[0]) > 1 << 20
+        as_float, as_bf16 = struct.unpack("<f", word)[0], struct.unpack("<f", bytes(2) + word[2:])[0]
+        as_fp16 = struct.unpack("<e", word[2:])[0]
+        assert all(map(math.isnan, (as_float, as_bf16, as_fp16)))
 
 
 def test_caches_are_bounded(run_with_stub: Callable[..., Any]) -> None:

@@ -13,6 +13,9 @@ from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import Settings, settings
 from cubin_runtime.transfer import Transfers
 
+_STEP = 0.005  # seconds between two looks at how it goes
+_BUSY = 3  # files in a step; small ones at hand come so fast, and keep the interpreter busy
+
 
 class Outcome(NamedTuple):
     """What became of one file: one of `fetched` and `error` is None."""
@@ -36,14 +39,14 @@ def fetch_all(
     progress: Callable[[Artifact, int], None] = lambda artifact, size: None,
     done: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Brings every file to this machine, `jobs` of them at a time; outcomes in the order of `artifacts`.
+    """Brings every file to this machine, at most `jobs` at a time; outcomes in the order of `artifacts`.
 
     progress    called, from any thread, with the bytes of a file that are there
     done        called, from any thread but one at a time, with each outcome as it comes
 
     An interrupt stops the transfers under way, and leaves what can be continued.
     """
-    from concurrent.futures import ThreadPoolExecutor, as_completed
+    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
     fetcher = Fetcher(transfers, target=target, settings=settings)
     ordered = list(artifacts)
@@ -77,8 +80,16 @@ def fetch_all(
 
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="fetch")
     try:
-        workers = [pool.submit(work) for _ in range(min(jobs, len(ordered)))]
-        for worker in as_completed(workers):
+        # One thread after another, as long as there is something to wait for: those that nobody needs take
+        # the interpreter from each other at every call of the system, and double what a small file costs.
+        workers = [pool.submit(work)]
+        while len(workers) < min(jobs, len(ordered)):
+            before = len(outcomes)
+            if wait(workers, _STEP, FIRST_EXCEPTION).done:
+                break
+            if len(outcomes) - before < _BUSY:
+                workers.append(pool.submit(work))
+        for worker in wait(workers, return_when=FIRST_EXCEPTION).done:
             worker.result()
     finally:
         stop.set()

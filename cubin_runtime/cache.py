@@ -43,7 +43,7 @@ class WritableStore(FolderStore):
         What the block leaves uncommitted is kept if it is worth going on with later. Raises StoreWriteError
         when the folder cannot take the file; the final name is then untouched, and nothing else is left.
         """
-        path = f"{self.folder}/{artifact.key}"
+        path = f"{self.location}/{artifact.key}"
         folder = os.path.dirname(path)
         partial = None
         try:
@@ -108,7 +108,7 @@ class CacheStore(WritableStore):
         A lock that is not to be had (another user's, a read-only folder, a holder that hangs) costs at most
         a second download, as files are verified and replaced atomically.
         """
-        folder = f"{self.folder}/locks"
+        folder = f"{self.location}/locks"
         with contextlib.ExitStack() as stack:
             try:
                 self._make(folder)

@@ -10,7 +10,7 @@ import requests
 import urllib3
 
 from cubin_runtime.errors import DownloadError, IntegrityError
-from cubin_runtime.http_session import MirrorSession, discard, read_some
+from cubin_runtime.http_session import MirrorSession, discard, pieces
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.mirrors import Body, MissingError, TransientError
 from cubin_runtime.settings import hide_password
@@ -34,33 +34,24 @@ class HttpMirror:
 
     @contextlib.contextmanager
     def open(self, path: str, artifact: Artifact, start: int) -> Iterator[Body]:
-        """See Mirror.open."""
+        """See Mirror.open. What the libraries raise becomes a failure that may pass, or one that does not."""
         place = f"{self.location}/{path}"
-        with (
-            self._errors(place),
-            contextlib.closing(self._session.fetch(self._url, path, self._timeout, start)) as response,
-        ):
+        response = None
+        try:
+            response = self._session.fetch(self._url, path, self._timeout, start)
             begin = _first_byte(response, place, start, artifact.size)
             if begin == 0:
                 _check_length(response, place, artifact)
-            yield Body(begin, self._chunks(response, place))
-
-    def _chunks(self, response: urllib3.BaseHTTPResponse, place: str) -> Iterator[bytes]:
-        with self._errors(place):
-            while chunk := read_some(response):  # so that a trickle meets the deadline too
-                yield chunk
-
-    @contextlib.contextmanager
-    def _errors(self, place: str) -> Iterator[None]:
-        """Sorts what the libraries raise into failures that may pass and those that do not."""
-        try:
-            yield
+            yield Body(begin, pieces(response))  # whose errors arrive here too
         except _PERMANENT as error:  # although of a kind that is listed next
             raise DownloadError(f"{place}: {_clean(error)}") from error
         except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
             raise TransientError(f"{place}: {_clean(error)}") from error
         except (requests.RequestException, ValueError) as error:  # ValueError: a redirect to what is no URL
             raise DownloadError(f"{place}: {_clean(error)}") from error
+        finally:
+            if response is not None:
+                response.close()
 
 
 def _first_byte(response: urllib3.BaseHTTPResponse, place: str, start: int, size: int) -> int:

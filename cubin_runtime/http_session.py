@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
@@ -19,11 +20,14 @@ from cubin_runtime.settings import INSECURE_HOSTS, Settings, hide_password
 
 MAX_REDIRECTS = 5
 
+_ONCE = urllib3.Retry(False, redirect=False)  # what a bare False becomes, at every request anew
+
 
 class _Route(NamedTuple):
     """How the files below a base URL are asked for; worked out once, since a thousand of them are.
 
     request      a request for the base URL, with headers and credentials
+    headers      those, as a mapping that is quick to go through
     environment  proxies, authorities and certificates
     adapter      owns the pool, so that nobody else's hosts push it out
     pool         connections to the host, or to the proxy on the way
@@ -31,6 +35,7 @@ class _Route(NamedTuple):
     """
 
     request: requests.PreparedRequest
+    headers: dict[str, str]
     environment: dict[str, Any]
     adapter: HTTPAdapter
     pool: urllib3.HTTPConnectionPool
@@ -62,13 +67,13 @@ class MirrorSession(requests.Session):
     def fetch(self, base: str, path: str, timeout: float, start: int = 0) -> urllib3.BaseHTTPResponse:
         """The answer to a GET for the bytes of a file below `base` from `start` on, not yet read."""
         route = self._routes.get(base) or self._routes.setdefault(base, self._find_route(base))
-        headers = {**route.request.headers, **({"Range": f"bytes={start}-"} if start else {})}
+        headers = {**route.headers, "Range": f"bytes={start}-"} if start else route.headers
         answer = route.pool.urlopen(
             "GET",
             f"{route.target}/{path}",
             headers=headers,
             timeout=timeout,
-            retries=False,
+            retries=_ONCE,
             redirect=False,
             assert_same_host=False,
             preload_content=False,
@@ -97,7 +102,7 @@ class MirrorSession(requests.Session):
         pool = adapter.get_connection_with_tls_context(request, verify, proxies=proxies, cert=cert)
         adapter.cert_verify(pool, request.url, verify, cert)
         target = adapter.request_url(request, proxies).rstrip("/")
-        return _Route(request, environment, adapter, pool, target)
+        return _Route(request, dict(request.headers), environment, adapter, pool, target)
 
     def _follow(
         self,
@@ -148,15 +153,16 @@ class MirrorSession(requests.Session):
 def discard(answer: urllib3.BaseHTTPResponse) -> None:
     """Lets go of an answer. If its body has arrived, the connection serves the next request."""
     with contextlib.suppress(urllib3.exceptions.HTTPError):
-        read_some(answer)
+        next(pieces(answer), None)
     answer.close()
 
 
-def read_some(answer: urllib3.BaseHTTPResponse) -> bytes:
-    """What has arrived of a body, waiting for at least one byte; nothing at its end."""
+def pieces(answer: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
+    """The body as it arrives, so that a trickle meets a deadline too."""
     read = getattr(answer, "read1", answer.read)  # urllib3 1 lacks it, and waits for all of a piece
     is_encoded = "Content-Encoding" in answer.headers  # else decoding would only copy
-    return bytes(read(CHUNK, decode_content=is_encoded))
+    while piece := read(CHUNK, decode_content=is_encoded):
+        yield piece
 
 
 class _Bearer(AuthBase):

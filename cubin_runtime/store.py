@@ -6,7 +6,6 @@ against the manifest on every read.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,11 +49,7 @@ class FolderStore:
     def __init__(self, name: str, path: str | Path) -> None:
         self.name = name
         self.folder = Path(path)
-
-    @property
-    def location(self) -> str:
-        """The folder."""
-        return str(self.folder)
+        self.location = str(self.folder)
 
     def path(self, artifact: Artifact) -> Path:
         """Where the file of `artifact` is, or would be."""
@@ -94,12 +89,14 @@ class FolderStore:
     def _open(self, artifact: Artifact) -> BufferedReader | None:
         # Mostly there is none, and to be told so by `open` takes one call of the system, not two.
         for path in self._candidates(artifact):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            try:
                 return open(path, "rb")
+            except (FileNotFoundError, NotADirectoryError):  # noqa: PERF203  one or two
+                continue
         return None
 
     def _candidates(self, artifact: Artifact) -> list[str]:
-        return [f"{self.folder}/{relative}" for relative in artifact.paths]
+        return [f"{self.location}/{relative}" for relative in artifact.paths]
 
 
 def lookup_order(

@@ -59,6 +59,8 @@ def settings_for(mirrors: Sequence[str] | None) -> Settings:
 
 def bring(artifacts: Sequence[Artifact], dest: Path | None, settings: Settings, jobs: int) -> list[Outcome]:
     """Brings all of them, and shows on stderr how it goes."""
+    import gc
+
     from cubin_runtime.batch import fetch_all
     from cubin_runtime.cache import WritableStore
     from cubin_runtime.cli.progress import display
@@ -67,6 +69,7 @@ def bring(artifacts: Sequence[Artifact], dest: Path | None, settings: Settings, 
 
     target = WritableStore("destination", dest) if dest else None
     with open_mirrors(settings, connections=jobs) as mirrors, display(artifacts) as shown:
+        gc.freeze()  # else a thousand small files make the collector go through all modules several times
         return fetch_all(
             artifacts,
             Transfers(mirrors, settings.http_timeout),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cubin_runtime import batch
 from cubin_runtime.batch import Outcome, fetch_all
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.mirrors import Body, MissingError
@@ -64,6 +65,13 @@ def test_every_file_is_asked_for_once_and_so_many_at_a_time(settings: Settings, 
     failed = {outcome.artifact.name: outcome.error for outcome in outcomes if outcome.error}
     assert list(failed) == [ABSENT]
     assert all(outcome.fetched for outcome in outcomes if outcome.artifact.name != ABSENT)
+
+
+def test_files_that_come_fast_take_one_thread(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "_STEP", 60)
+    mirror = Memory()
+    assert len(fetch_all(ARTIFACTS, Transfers([mirror], 5), settings=settings, jobs=4)) == len(ARTIFACTS)
+    assert mirror.most == 1
 
 
 def test_outcomes_are_told_one_at_a_time(settings: Settings) -> None:

@@ -25,12 +25,6 @@ struct PendingTile {
   int slot;  // split: of its part; negative: the keys are not divided
 };
 
-// Which key blocks a consumer has a use for, counted over all tiles; for the loader of V (skip.cuh).
-struct alignas(8) Choices {
-  uint32_t made;
-  uint32_t weighing;  // the latest 32, one a bit, the last one lowest
-};
-
 // Blocks that a consumer's rows see.
 struct SkipTally {
   uint32_t left_out;
@@ -45,6 +39,11 @@ constexpr int kValueWarps = 2;  // prepare it
 // A block of V as the product takes it: by columns, or transposed by the keys of an instruction.
 using Values = std::conditional_t<kTransposesValues, uint8_t[kTileKV / kStepKeys][kHeadDimV][kStepBytes],
                                   uint16_t[kChunksV][kTileKV][kChunk]>;
+
+// Blocks of which a consumer's choice (skip.cuh) is kept. The loader of V asks about one block at a time: a consumer is
+// at most one further, and no further behind than V has stages.
+constexpr int kChoiceSlots = 8;
+static_assert(kStagesLanding + kStagesV < kChoiceSlots);
 
 constexpr int kStagesScales = kSage ? kStagesK : 0;  // they travel with K
 constexpr int kScaleArrivals = kSage ? 32 : 0;       // of the lanes that load them
@@ -66,6 +65,7 @@ struct alignas(1024) Storage {
   ptx::Mbarrier landing_full[kStagesLanding], landing_empty[kStagesLanding];
   ptx::Mbarrier tile_full[kTileSlots], tile_empty[kTileSlots];
   ptx::Mbarrier store_full[kConsumers];
+  ptx::Mbarrier chosen[kSkipsSoftmax ? kConsumers : 0][kChoiceSlots];
   ptx::Mbarrier near_end;  // the loader is about to run out of work: time to draw the next tile
 
   Tile tiles[kTileSlots];
@@ -73,7 +73,7 @@ struct alignas(1024) Storage {
   PendingTile pending[kConsumerWarps];
 
   uint32_t counting[kSkipsSoftmax ? kConsumers : 0];  // of a consumer's blocks, the last that a warp knew to count
-  Choices choices[kSkipsSoftmax ? kConsumers : 0];
+  bool choices[kSkipsSoftmax ? kConsumers : 0][kChoiceSlots];  // whether a block counts; see chosen
   SkipTally skipped[kSkipsSoftmax ? kConsumers : 0];
   bool landed[kSkipsSoftmax ? kStagesLanding : 0];  // whether the stage holds values
 };
@@ -130,7 +130,9 @@ __device__ __forceinline__ void init_barriers(Storage& s) {
   ptx::mbarrier_init(s.near_end, 1);
   if constexpr (kSkipsSoftmax) {
     for (uint32_t& number : s.counting) number = 0;
-    for (Choices& choices : s.choices) choices = {0, 1};
+    for (auto& of_consumer : s.chosen) {
+      for (ptx::Mbarrier& barrier : of_consumer) ptx::mbarrier_init(barrier, 1);
+    }
     for (SkipTally& tally : s.skipped) tally = {0, 0};
   }
   ptx::fence_mbarrier_init();

@@ -86,7 +86,8 @@ __device__ __forceinline__ void prepare_values(const Params& params, int warp) {
       ptx::mbarrier_wait(s.landing_full[landing_ring.stage], landing_ring.parity);
       ptx::mbarrier_wait(s.v_empty[v_ring.stage], v_ring.parity ^ 1);
       const int valid_rows = tile.kv_len - block * kTileKV;
-      if (kSkipsSoftmax && !s.landed[landing_ring.stage]) {
+      // The lane that gives the stage back reads for all.
+      if (kSkipsSoftmax && !__shfl_sync(~0u, leader ? s.landed[landing_ring.stage] : false, 0)) {
         // Nobody has a use for the block.
       } else if (valid_rows >= kTileKV) {
         prepare_block<true>(landing_ring.stage, v_ring.stage, valid_rows, warp);

@@ -68,6 +68,7 @@ constexpr int kStepKeys = kStepBytes / ptx::kElementBytes<kProductType>;  // of 
 constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup: the M of wgmma
 constexpr int kConsumers = kTileQ / kWarpgroupRows;
 static_assert(kConsumers == 1 || kConsumers == 2, "two consumers take turns, one has nobody to wait for");
+constexpr bool kSeamless = kConsumers == 2;  // the last products of a tile run beside the first ones of the next
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = 128 * (kConsumers + 1);
 

@@ -20,7 +20,6 @@
 
 namespace fmha {
 
-constexpr bool kSeamless = kConsumers == 2;
 constexpr bool kTakesTurns = kConsumers == 2 && !kE4m3P;
 constexpr int kTurnBarrier = 1;         // + warpgroup: it may issue its products
 constexpr int kWarpgroupBarrier = 3;    // + warpgroup: its 128 threads
@@ -133,6 +132,7 @@ class Consumer {
       tally_tile(blocks, last);
     }
     int block = blocks.end - 1;
+    if constexpr (!kSeamless) first_valid_rows_ = tile.kv_len - block * kTileKV;
     if (kSeamless && pending_ && has_weights()) {
       first_step<Block::masked, Block::whole>(mask, block, last, staged);
     } else {
@@ -214,6 +214,7 @@ class Consumer {
     if constexpr (kPending) issue_output<kBefore>(pending_valid_rows_);
     pass_turn();
     if constexpr (kSage) fetch_group_scales();
+    if constexpr (!kSeamless) clear_first_values();
     ptx::wgmma_wait<kPending ? 1 : 0>();
     if constexpr (kSage) {
 #pragma unroll
@@ -436,7 +437,7 @@ class Consumer {
   __device__ __forceinline__ void issue_output(int valid_rows) {
     Storage& s = storage();
     ptx::mbarrier_wait(s.v_full[v_ring_.stage], v_ring_.parity);
-    if (!kPreparesValues && valid_rows < kTileKV) clear_foreign_values(valid_rows);
+    if (kSeamless && has_foreign_values(valid_rows)) clear_foreign_values(valid_rows);
     const uint32_t values = ptx::shared_address(s.v[v_ring_.stage]);
     const uint64_t v = kTransposesValues ? ptx::matrix_descriptor<kStepBytes>(values, 0)
                                          : ptx::matrix_descriptor<kRowBytes>(values, kTileKV * kRowBytes);
@@ -480,6 +481,18 @@ class Consumer {
                                                           ptx::advance_descriptor(v, kSteps * 32 * kRowBytes),
                                                           metadata_[kSteps / 2]),
      ...);
+  }
+
+  // Of the blocks of a tile, only the first one.
+  static __device__ __forceinline__ bool has_foreign_values(int valid_rows) {
+    return !kPreparesValues && valid_rows < kTileKV;
+  }
+
+  // A single consumer does it while it has logits to wait for.
+  __device__ __forceinline__ void clear_first_values() {
+    if (!has_foreign_values(first_valid_rows_)) return;
+    ptx::mbarrier_wait(storage().v_full[v_ring_.stage], v_ring_.parity);
+    clear_foreign_values(first_valid_rows_);
   }
 
   // Rows of V behind the sequence meet probabilities of 0, but 0 * NaN is NaN: they must not reach the product.
@@ -789,6 +802,7 @@ class Consumer {
   uint32_t q_parity_ = 0;
   bool pending_ = false;
   int pending_valid_rows_ = 0;
+  int first_valid_rows_ = 0;  // of the tile's first block; single consumers only
 
   // A pruned block has half as many probabilities in p_, and says where they belong.
   uint32_t metadata_[kCompressesKeys ? kPlaceWords : 1];

@@ -130,12 +130,14 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
       continue;
     }
     load_k(blocks.end - 1);
+    // A single consumer looks at the first V while it has the first K.
+    if constexpr (!kSeamless) load_v(blocks.end - 1);
     for (int block = blocks.end - 2; block >= blocks.begin; --block) {
       if (leader && block - blocks.begin + 1 == kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
       load_k(block);
-      load_v(block + 1);
+      if (kSeamless || block + 1 < blocks.end - 1) load_v(block + 1);
     }
-    load_v(blocks.begin);
+    if (kSeamless || count > 1) load_v(blocks.begin);
   }
 }
 

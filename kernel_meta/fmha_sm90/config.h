@@ -89,10 +89,11 @@ constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1 && kQFits &
 constexpr bool kStagesOutput = kQInRegisters && !kSplit && !kPreparesValues;
 
 // A multiprocessor has 65,536 registers; setmaxnreg takes multiples of 8. With 48 registers of Q two consumers need
-// the last eight, and the scheduler warp spills a little instead, off every critical path.
+// the last eight, and the scheduler warp spills a little instead, off every critical path. Beside one consumer there
+// are enough, and short work waits for the producers.
 constexpr bool kConsumersAreTight = kQInRegisters && kRowBytesQK > 256;
-constexpr int kProducerRegisters = kConsumersAreTight ? 24 : 40;
-constexpr int kConsumerRegisters = kBlocksPerSM == 2 ? 216 : kConsumersAreTight ? 240 : 232;
+constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumersAreTight ? 24 : 40;
+constexpr int kConsumerRegisters = kBlocksPerSM == 2 ? 200 : kConsumersAreTight ? 240 : 232;
 static_assert(kBlocksPerSM * 128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "register file");
 
 // Columns of one P V product. Registers at launch bound the operands of an instruction, whatever setmaxnreg adds.

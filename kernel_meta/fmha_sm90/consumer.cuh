@@ -375,15 +375,17 @@ class Consumer {
     } else {
       pass_values();
     }
-    finish_tile(softmax_, false);
+    finish_tile<!kSeamless>(softmax_, false);
     pending_ = false;
   }
 
   template <Block kBlock>
   __device__ __forceinline__ void last_output() {
     issue_output<kBlock>(pending_valid_rows_);
-    ptx::wgmma_wait<0>();
-    output_arrived();
+    if constexpr (kSeamless) {
+      ptx::wgmma_wait<0>();
+      output_arrived();
+    }
   }
 
   // ---- products
@@ -678,6 +680,8 @@ class Consumer {
     __syncwarp();
   }
 
+  // kAwaitsOutput: the last product is under way, beside all of this that does not need O.
+  template <bool kAwaitsOutput = false>
   __device__ __forceinline__ void finish_tile(Softmax& softmax, bool staged) {
     const PendingTile tile = mine();
     const Rows rows(tile.token, tile.q_len, params_);
@@ -686,6 +690,7 @@ class Consumer {
     for (int r = 0; r < kRowsPerThread; ++r) softmax.l[r] = quad_sum(softmax.l[r]);
     if constexpr (kSplit) {
       if (tile.slot >= 0) {
+        if constexpr (kAwaitsOutput) output_arrived();
         store_part(params_, tile.slot * kTileQ + warpgroup_ * kWarpgroupRows, rows, o_, softmax);
         return;
       }
@@ -700,6 +705,7 @@ class Consumer {
       lse[r] = result.lse;
     }
     store_lse(params_, tile, rows, lse);
+    if constexpr (kAwaitsOutput) output_arrived();
     if (staged) {
       stage_rows(storage().q[warpgroup_], o_, factor);
       if ((threadIdx.x & 127) == 0) storage().store[warpgroup_] = {tile.q_start + tile.token, tile.head};

@@ -47,6 +47,8 @@ __device__ __forceinline__ void store_rows(const Params& params, const PendingTi
                                            const Output& o, const float (&factor)[kRowsPerThread]) {
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
+    // The tiles of a single consumer may have few rows.
+    if (kConsumers == 1 && !__any_sync(~0u, rows.valid[r])) continue;
     uint16_t* out = static_cast<uint16_t*>(params.out) + (tile.q_start + rows.token[r]) * params.out_stride_token +
                     (tile.head + rows.head[r]) * params.out_stride_head;
     if constexpr (kTransposesValues) {

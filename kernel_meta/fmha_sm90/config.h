@@ -93,7 +93,7 @@ constexpr bool kStagesOutput = kQInRegisters && !kSplit && !kPreparesValues;
 // are enough, and short work waits for the producers.
 constexpr bool kConsumersAreTight = kQInRegisters && kRowBytesQK > 256;
 constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumersAreTight ? 24 : 40;
-constexpr int kConsumerRegisters = kBlocksPerSM == 2 ? 200 : kConsumersAreTight ? 240 : 232;
+constexpr int kConsumerRegisters = kBlocksPerSM == 2 ? 200 : kConsumers == 1 || kConsumersAreTight ? 240 : 232;
 static_assert(kBlocksPerSM * 128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "register file");
 
 // Columns of one P V product. Registers at launch bound the operands of an instruction, whatever setmaxnreg adds.

@@ -6,6 +6,8 @@ one before (grid, stream) and calls the driver.
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 
 from cubin_runtime import _driver
@@ -13,6 +15,12 @@ from cubin_runtime.errors import InvalidArgumentError
 from cubin_runtime.module import Loaded
 
 Buffer = bytes | bytearray | memoryview
+
+# Tags tell a kernel whether a ticket counter in the workspace is of its own launch. Nothing else that may lie there
+# must look like one: they are no small integers, and as floats of 16 or 32 bits NaNs that nobody computes.
+_FIRST_TAG = 0xFF90_0000
+_TAGS = 1 << 20
+_tags = itertools.count()
 
 
 class LaunchPlan(msgspec.Struct, frozen=True):
@@ -56,6 +64,11 @@ def launch(plan: LaunchPlan, parameters: Buffer, stream: int, pdl: bool = False)
             code = launcher(plan.grid, stream)
     if code:
         raise _driver.failure("cuLaunchKernelEx", code, _describe(plan, stream, pdl))
+
+
+def launch_tag() -> int:
+    """By which a launch knows its ticket counters (kernel_meta/common/tickets.cuh) from older ones."""
+    return _FIRST_TAG + next(_tags) % _TAGS
 
 
 def _prepare(plan: LaunchPlan, pdl: bool) -> _driver.Launcher:

@@ -7,7 +7,6 @@ divided among blocks, a second launch combines what the parts leave in the works
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 from typing import Literal, NamedTuple
@@ -16,7 +15,7 @@ from cubin_runtime import _driver
 from cubin_runtime.errors import InvalidArgumentError, TableError
 from cubin_runtime.families import Arguments, Problem, TensorLayout
 from cubin_runtime.few_rows import FEW_KEYS, packed_heads
-from cubin_runtime.launch import LaunchPlan, launch
+from cubin_runtime.launch import LaunchPlan, launch, launch_tag
 from cubin_runtime.module import Loaded, LoadedKernel, load_step
 from cubin_runtime.request import SAGE_OFF, DType, MaskType
 from cubin_runtime.tensormap import TiledMap
@@ -51,13 +50,6 @@ _PART_BYTES = 32  # struct Part
 
 _LEAST_BLOCKS_PER_PART = 2  # a shorter part costs more to combine than it saves
 _COMBINE_SLICES = 4  # combine.cu: blocks of a slot
-
-# Tags tell the kernel whether the ticket counter in the workspace is of its own launch. Nothing else that may
-# lie there must look like one: they are no small integers, and as floats of 16 or 32 bits NaNs that nobody
-# computes.
-_FIRST_TAG = 0xFF90_0000
-_TAGS = 1 << 20
-_launch_tags = itertools.count()
 
 
 class _Tiling(NamedTuple):
@@ -181,7 +173,7 @@ class FmhaSm90Call:
                 workspace + self._tile_counter,
                 combine.divided(workspace) if combine else b"",
                 self._strides,
-                _FIRST_TAG + next(_launch_tags) % _TAGS,
+                launch_tag(),
                 self._extents,
                 a.bmm1_scale,
                 a.bmm2_scale,

@@ -6,9 +6,9 @@
 // whoever draws the next ticket.
 #pragma once
 #include "common/ptx/math.cuh"
+#include "common/tickets.cuh"
 #include "division.cuh"
 #include "params.h"
-#include "tickets.cuh"
 #include "tile.cuh"
 
 namespace fmha {
@@ -169,7 +169,7 @@ class TileScheduler {
   }
 
   const Params& params_;
-  const TicketCounter counter_;
+  const common::TicketCounter counter_;
   const int head_tiles_, kv_heads_;
   const ptx::Divisor tokens_, heads_;  // by tokens and by heads of a tile
   int blocks_per_part_ = 0;

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-namespace fmha {
+namespace common {
 
 // Tickets without a counter that somebody must have zeroed. The word holds (tag, count); a word with another tag is
 // foreign content, and the first block to swap it out starts the count. Whoever draws the last ticket puts 0 back,
@@ -33,4 +33,4 @@ class TicketCounter {
   uint32_t tag_;
 };
 
-}  // namespace fmha
+}  // namespace common

@@ -1,7 +1,7 @@
-"""The kernels behind `trtllm_sage_attention_quantize`: which ones a call launches, and with what.
+"""The kernels behind `trtllm_sage_attention_quantize`: how a call's work is cut, and what it launches.
 
-`blocks` quantises query, and key unless that is smoothed, in one pass. Value, and smoothed key, take two:
-`statistics` over all tokens, and `value` or `key`, right behind it for what is still in the L2 cache.
+Value, and key where that is smoothed, are read twice: for statistics over all tokens, and to be quantised.
+The second kernel begins with what is read once, while the first one is ending.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cubin_runtime.launch import LaunchPlan, launch
+from cubin_runtime.launch import LaunchPlan, launch, launch_tag
 from cubin_runtime.module import DeviceInfo, Loaded, load_step
 from cubin_runtime.workspace import WorkspaceLayout
 from kernel_meta.tables import find_step
@@ -20,20 +20,18 @@ FAMILY = "sage_quantize"
 
 _VECTOR = 8  # elements that a thread loads at once
 _ROWS = 8  # that a thread has at a time; of blocks of 16 tokens it has a whole one
-_REGISTERS_PER_SM = 1 << 16
-_COUNTER_BYTES = 4
+_TICKET_BYTES = 8
 _PARTIAL_BYTES = 4
 
-# `statistics` has so many times the blocks of threads that fit on the device, so that faster multiprocessors
-# take more of them; not more than that, since each leaves a partial result to join.
-_WAVES = 4
+# A block of threads has so many times its rows for statistics, and a head at most so many such chunks, since
+# the last one to end joins what all have left.
+_CHUNK_STEPS = 16
+_MOST_CHUNKS = 32
 
 # The structs of kernel_meta/sage_quantize/params.h.
-_BLOCK_TENSOR, _FORMAT = "QQQQiiiii4x", "iiif"
-BLOCKS_PARAMETERS = struct.Struct(f"<{_BLOCK_TENSOR}{_BLOCK_TENSOR}Qii{_FORMAT}")
-KEY_PARAMETERS = struct.Struct(f"<{_BLOCK_TENSOR}Q{_FORMAT}")
-STATISTICS_PARAMETERS = struct.Struct(f"<QQQQQiiiii{_FORMAT}4x")
-VALUE_PARAMETERS = struct.Struct(f"<QQQQiii{_FORMAT}4x")
+_BLOCK_TENSOR, _CHANNEL_TENSOR, _FORMAT = "QQQQiiiiii", "QQQQQiiiiii", "iif"
+STATISTICS_PARAMETERS = struct.Struct(f"<{_CHANNEL_TENSOR}{_CHANNEL_TENSOR}iI")
+QUANTIZE_PARAMETERS = struct.Struct(f"<{_BLOCK_TENSOR}{_BLOCK_TENSOR}QQQQiii{_FORMAT}")
 
 
 class Blocks(msgspec.Struct, frozen=True):
@@ -100,66 +98,63 @@ class QuantizeCall:
     def __init__(self, problem: Problem, device: DeviceInfo) -> None:
         self.device = device
         self._problem = problem
-        kv = problem.key
-        blocks = _load("blocks", device)
-        self._query_blocks = _thread_blocks(problem.query, problem.head_dim, blocks)
-        key_blocks = 0 if problem.smooth_k else _thread_blocks(kv, problem.head_dim, blocks)
-        self._blocks = _plan(blocks, self._query_blocks + key_blocks)
-        self._value = _TwoPasses(
-            _Statistics(kv, problem.head_dim_v, device), _value_plan(kv, problem.head_dim_v, device)
+        kv, smooth = problem.key, problem.smooth_k
+        statistics, quantize = _load("statistics", device), _load("quantize", device)
+        threads = statistics.resources.threads
+        self._scales = scales = _Chunks.of(kv.tokens, problem.head_dim_v, threads)
+        self._means = means = _Chunks.of(kv.tokens, problem.head_dim, threads)
+        chunks = scales.chunks + (means.chunks if smooth else 0)
+        self._statistics = LaunchPlan(statistics, (kv.heads * chunks, 1, 1))
+        threads = quantize.resources.threads
+        self._query_blocks = _thread_blocks(problem.query, problem.head_dim, threads)
+        self._key_blocks = _thread_blocks(kv, problem.head_dim, threads)
+        value = _over(_over(kv.tokens, _ROWS) * (kv.heads * problem.head_dim_v // _VECTOR), threads)
+        # At least one, which waits for `statistics`: what follows the call waits for `quantize` alone.
+        blocks = self._query_blocks + self._key_blocks + max(1, value)
+        self._quantize = LaunchPlan(quantize, (blocks, 1, 1))
+        self.scratch = WorkspaceLayout.of(
+            tickets=2 * kv.heads * _TICKET_BYTES,
+            scales=kv.heads * scales.partial_bytes,
+            means=kv.heads * means.partial_bytes if smooth else 0,
         )
-        self._key = None
-        if problem.smooth_k:
-            self._key = _TwoPasses(
-                _Statistics(kv, problem.head_dim, device), _key_plan(kv, problem.head_dim, device)
-            )
-        partials = max(each.statistics.partial_bytes for each in (self._value, self._key) if each)
-        self.scratch = WorkspaceLayout.of(counters=kv.heads * _COUNTER_BYTES, partials=partials)
 
     def __call__(self, addresses: Addresses, stream: int, pdl: bool) -> None:
-        """Launches three or five kernels into `stream`."""
-        a, problem = addresses, self._problem
-        query = _tensor(problem.query, a.query, a.q_quant, a.q_scale, a.cum_seq_lens_q)
-        key = _tensor(problem.key, a.key, a.k_quant, a.k_scale, a.cum_seq_lens_kv)
-        form = (problem.head_dim, problem.is_fp16, problem.is_e4m3, problem.range)
-        form_v = (problem.head_dim_v, *form[1:])
-        counters = (a.scratch + self.scratch.offset("counters"), problem.key.heads)
-        blocks = BLOCKS_PARAMETERS.pack(*query, *key, *counters, self._query_blocks, *form)
-        launch(self._blocks, blocks, stream, pdl)
-        sizes = _sizes(problem.key)
-        scratch = (a.scratch + self.scratch.offset("partials"), counters[0], *sizes)
-        if self._key:
-            statistics = self._key.statistics
-            means = (a.key, a.k_mean, a.cum_seq_lens_kv, *scratch, statistics.chunk_tokens, True)
-            launch(statistics.plan, STATISTICS_PARAMETERS.pack(*means, *form), stream, pdl)
-            launch(self._key.second, KEY_PARAMETERS.pack(*key, a.k_mean, *form), stream, pdl)
-        statistics = self._value.statistics
-        scales = (a.value, a.v_scale, a.cum_seq_lens_kv, *scratch, statistics.chunk_tokens, False)
-        launch(statistics.plan, STATISTICS_PARAMETERS.pack(*scales, *form_v), stream, pdl)
-        value = (a.value, a.v_quant, a.v_scale, a.cum_seq_lens_kv, *sizes)
-        launch(self._value.second, VALUE_PARAMETERS.pack(*value, *form_v), stream, pdl)
+        """Launches two kernels into `stream`."""
+        a, problem, scratch = addresses, self._problem, self.scratch
+        kv, dim = problem.key, problem.head_dim
+        tickets = a.scratch + scratch.offset("tickets")
+        of_all = (a.cum_seq_lens_kv, *_sizes(kv))
+        scales = (a.value, a.v_scale, a.scratch + scratch.offset("scales"), tickets)
+        tickets += kv.heads * _TICKET_BYTES
+        means = (a.key, a.k_mean, a.scratch + scratch.offset("means"), tickets)
+        tensors = (*scales, *of_all, *self._scales, *means, *of_all, *self._means)
+        parameters = STATISTICS_PARAMETERS.pack(*tensors, problem.is_fp16, launch_tag())
+        launch(self._statistics, parameters, stream, pdl)
+        query = _tensor(problem.query, dim, a.query, a.q_quant, a.q_scale, a.cum_seq_lens_q)
+        key = _tensor(kv, dim, a.key, a.k_quant, a.k_scale, a.cum_seq_lens_kv)
+        value = (a.k_mean, a.value, a.v_quant, a.v_scale, problem.head_dim_v)
+        blocks = (self._query_blocks, self._key_blocks)
+        form = (problem.is_fp16, problem.is_e4m3, problem.range)
+        launch(self._quantize, QUANTIZE_PARAMETERS.pack(*query, *key, *value, *blocks, *form), stream, pdl)
 
 
-class _Statistics:
-    """How `statistics` cuts a tensor: a block of threads has `chunk_tokens` tokens of a head."""
+class _Chunks(NamedTuple):
+    """How statistics cut a head: the end of struct ChannelTensor."""
 
-    def __init__(self, tensor: Blocks, head_dim: int, device: DeviceInfo) -> None:
-        kernel = _load("statistics", device)
-        threads, registers = kernel.resources.threads, kernel.resources.registers
+    head_dim: int
+    chunk_tokens: int
+    chunks: int
+
+    @classmethod
+    def of(cls, tokens: int, head_dim: int, threads: int) -> _Chunks:
         at_a_time = _ROWS * threads // (head_dim // _VECTOR)
-        resident = device.sm_count * (_REGISTERS_PER_SM // (threads * registers))
-        wanted = _over(tensor.tokens * tensor.heads, _WAVES * resident)
-        self.chunk_tokens = max(1, _over(wanted, at_a_time)) * at_a_time
-        chunks = max(1, _over(tensor.tokens, self.chunk_tokens))
-        self.plan = LaunchPlan(kernel, (tensor.heads, chunks, 1))
-        self.partial_bytes = tensor.heads * chunks * head_dim * _PARTIAL_BYTES
+        steps = max(_CHUNK_STEPS, _over(tokens, _MOST_CHUNKS * at_a_time))
+        return cls(head_dim, steps * at_a_time, max(1, _over(tokens, steps * at_a_time)))
 
-
-class _TwoPasses(NamedTuple):
-    """What quantises a tensor with statistics over all its tokens."""
-
-    statistics: _Statistics
-    second: LaunchPlan
+    @property
+    def partial_bytes(self) -> int:
+        """What is kept of a head."""
+        return self.chunks * self.head_dim * _PARTIAL_BYTES
 
 
 def _over(amount: int, size: int) -> int:
@@ -167,31 +162,16 @@ def _over(amount: int, size: int) -> int:
     return -(-amount // size)
 
 
-def _plan(kernel: Loaded, blocks: int) -> LaunchPlan:
-    """One block there is always: `blocks` zeroes the counters, too."""
-    return LaunchPlan(kernel, (max(1, blocks), 1, 1))
-
-
-def _key_plan(tensor: Blocks, head_dim: int, device: DeviceInfo) -> LaunchPlan:
-    kernel = _load("key", device)
-    return _plan(kernel, _thread_blocks(tensor, head_dim, kernel))
-
-
-def _value_plan(tensor: Blocks, head_dim: int, device: DeviceInfo) -> LaunchPlan:
-    kernel = _load("value", device)
-    threads = _over(tensor.tokens, _ROWS) * (tensor.heads * head_dim // _VECTOR)
-    return _plan(kernel, _over(threads, kernel.resources.threads))
-
-
-def _thread_blocks(tensor: Blocks, head_dim: int, kernel: Loaded) -> int:
+def _thread_blocks(tensor: Blocks, head_dim: int, threads: int) -> int:
     """Blocks of threads that quantise a tensor in blocks of tokens."""
-    threads = _over(tensor.walked, tensor.per_thread) * (tensor.heads * head_dim // _VECTOR)
-    return _over(threads, kernel.resources.threads)
+    return _over(_over(tensor.walked, tensor.per_thread) * (tensor.heads * head_dim // _VECTOR), threads)
 
 
-def _tensor(blocks: Blocks, source: int, target: int, scales: int, edges: int) -> tuple[int, ...]:
+def _tensor(
+    blocks: Blocks, head_dim: int, source: int, target: int, scales: int, edges: int
+) -> tuple[int, ...]:
     """struct BlockTensor."""
-    return (source, target, scales, edges, *_sizes(blocks), blocks.columns, blocks.size)
+    return (source, target, scales, edges, *_sizes(blocks), head_dim, blocks.columns, blocks.size)
 
 
 def _sizes(tensor: Blocks) -> tuple[int, int, int]:

@@ -149,26 +149,37 @@ class Columns {
       }
       amax[column] = largest_bits<Element>(largest);
     }
-    write(amax, [](int, int, float (&)[kVector]) {}, format);
+    write(amax, [](float (&)[kVector]) {}, format);
   }
 
-  // The same of the rows without their means.
+  // The same of the rows without their means. Rounding keeps the order of differences, so that the largest is that of
+  // an extreme row.
   __device__ __forceinline__ void quantize(const float (&means)[kVector], const Format& format) {
-    const auto centre = [&](int column, int row, float (&values)[kVector]) {
+    const auto centre = [&](float (&values)[kVector]) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) values[i] = is_real(column, row) ? values[i] - means[i] : 0.0f;
+      for (int i = 0; i < kVector; ++i) values[i] -= means[i];
     };
     uint32_t amax[kCount] = {};
 #pragma unroll
     for (int column = 0; column < kCount; ++column) {
+      const uint4 first = rows_[column * kBlock];
+      uint4 low = first, high = first;
 #pragma unroll
-      for (int row = 0; row < kBlock; ++row) {
-        float values[kVector];
-        unpack<Element>(rows_[column * kBlock + row], values);
-        centre(column, row, values);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) amax[column] = max(amax[column], magnitude_bits(values[i]));
+      for (int row = 1; row < kBlock; ++row) {
+        const uint4 other = select(is_real(column, row), rows_[column * kBlock + row], first);
+        low = lesser<Element>(low, other);
+        high = greater<Element>(high, other);
       }
+      float lows[kVector], highs[kVector];
+      unpack<Element>(low, lows);
+      unpack<Element>(high, highs);
+      centre(lows);
+      centre(highs);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        amax[column] = max(amax[column], max(magnitude_bits(lows[i]), magnitude_bits(highs[i])));
+      }
+      if (!is_real(column, 0)) amax[column] = 0;
     }
     // Hides that `write` computes the same again: the compiler would keep all differences, in local memory.
 #pragma unroll
@@ -180,12 +191,12 @@ class Columns {
   template <class Centre>
   __device__ __forceinline__ void write(uint32_t (&amax)[kCount], Centre centre, const Format& format) const {
     // A block with NaN or infinity has no scale. Saying so leaves a trace in the result of its sequence only.
-    const int head_lanes = format.head_dim / kVector;
+    const int head_lanes = tensor_.head_dim / kVector;
     const uint32_t largest = largest_of_head(amax, head_lanes);
     const bool is_finite = largest < kInfinityBits;
     const float scale = scale_of(__uint_as_float(largest), format.range);
-    const float inverse = is_finite ? 1.0f / scale : 0.0f;
     const int lane = vector_ & (head_lanes - 1);
+    const float inverse = is_finite && is_real(lane % kCount, 0) ? 1.0f / scale : 0.0f;
     const int head = vector_ >> (__ffs(head_lanes) - 1);
     const int index = first_column_ + lane;
     if (lane < kCount && index < tensor_.columns) {
@@ -199,7 +210,7 @@ class Columns {
     }
   }
 
-  // `inverse` is that of column lane % kCount, 0 where there is none.
+  // `inverse` is that of column lane % kCount, 0 where there is none, and for padding.
   template <bool kIsE4m3, class Centre>
   __device__ __forceinline__ void write_rows(float inverse, Centre centre) const {
 #pragma unroll
@@ -207,16 +218,15 @@ class Columns {
       const float factor = __shfl_sync(~0u, inverse, column, kCount);
 #pragma unroll
       for (int row = 0; row < kBlock; ++row) {
+        if (!(where_.written >> (column * kBlock + row) & 1)) continue;  // before the work: needs fewer registers
         float values[kVector];
         unpack<Element>(rows_[column * kBlock + row], values);
-        centre(column, row, values);
+        centre(values);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) values[i] = __fmul_rn(values[i], factor);
         const uint2 packed = pack<kIsE4m3>(values);
-        if (where_.written >> (column * kBlock + row) & 1) {
-          auto* address = reinterpret_cast<uint2*>(output_ + token(column, row) * output_stride());
-          __stcs(address, factor != 0.0f ? packed : uint2{});
-        }
+        auto* address = reinterpret_cast<uint2*>(output_ + token(column, row) * output_stride());
+        __stcs(address, factor != 0.0f ? packed : uint2{});
       }
     }
   }
@@ -241,20 +251,13 @@ class Columns {
   uint4 rows_[kCount * kBlock];
 };
 
-// Calls work.template operator()<Element, kBlock>() for the types of a tensor.
+// Calls work.template operator()<kBlock>() for the size of a tensor's blocks.
 template <class Work>
-__device__ __forceinline__ void dispatch(int block, bool is_fp16, const Work& work) {
-  const auto with_element = [&]<class Element>() {
-    switch (block) {
-      case 1: return work.template operator()<Element, 1>();
-      case 4: return work.template operator()<Element, 4>();
-      default: return work.template operator()<Element, 16>();
-    }
-  };
-  if (is_fp16) {
-    with_element.template operator()<__half>();
-  } else {
-    with_element.template operator()<__nv_bfloat16>();
+__device__ __forceinline__ void dispatch(int block, const Work& work) {
+  switch (block) {
+    case 1: return work.template operator()<1>();
+    case 4: return work.template operator()<4>();
+    default: return work.template operator()<16>();
   }
 }
 

@@ -73,6 +73,55 @@ __device__ __forceinline__ uint4 larger_magnitudes(const uint4& a, const uint4& 
           larger2<Element>(a.w, b.w)};
 }
 
+__device__ __forceinline__ uint4 select(bool is_first, const uint4& a, const uint4& b) {
+  return {is_first ? a.x : b.x, is_first ? a.y : b.y, is_first ? a.z : b.z, is_first ? a.w : b.w};
+}
+
+// The lesser of two pairs of 16-bit floats, and the greater; NaN if one of two is.
+template <class Element>
+__device__ __forceinline__ uint32_t lesser2(uint32_t a, uint32_t b);
+template <class Element>
+__device__ __forceinline__ uint32_t greater2(uint32_t a, uint32_t b);
+
+template <>
+__device__ __forceinline__ uint32_t lesser2<__nv_bfloat16>(uint32_t a, uint32_t b) {
+  uint32_t lesser;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(lesser) : "r"(a), "r"(b));
+  return lesser;
+}
+
+template <>
+__device__ __forceinline__ uint32_t lesser2<__half>(uint32_t a, uint32_t b) {
+  uint32_t lesser;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(lesser) : "r"(a), "r"(b));
+  return lesser;
+}
+
+template <>
+__device__ __forceinline__ uint32_t greater2<__nv_bfloat16>(uint32_t a, uint32_t b) {
+  uint32_t greater;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(greater) : "r"(a), "r"(b));
+  return greater;
+}
+
+template <>
+__device__ __forceinline__ uint32_t greater2<__half>(uint32_t a, uint32_t b) {
+  uint32_t greater;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(greater) : "r"(a), "r"(b));
+  return greater;
+}
+
+template <class Element>
+__device__ __forceinline__ uint4 lesser(const uint4& a, const uint4& b) {
+  return {lesser2<Element>(a.x, b.x), lesser2<Element>(a.y, b.y), lesser2<Element>(a.z, b.z), lesser2<Element>(a.w, b.w)};
+}
+
+template <class Element>
+__device__ __forceinline__ uint4 greater(const uint4& a, const uint4& b) {
+  return {greater2<Element>(a.x, b.x), greater2<Element>(a.y, b.y), greater2<Element>(a.z, b.z),
+          greater2<Element>(a.w, b.w)};
+}
+
 // As integers, magnitudes are in order and NaN is above infinity, so that a maximum does not lose it.
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffff; }
 

@@ -3,12 +3,13 @@
 // A block has some tokens of one head. Its results, one for each channel, are partial; the last block of a head to
 // end joins those of all, always in the same order.
 #include "common/ptx/grid.cuh"
+#include "common/tickets.cuh"
 #include "sage_quantize/columns.cuh"
 
 namespace sage {
 
-constexpr int kThreads = 256;
-constexpr int kPartialsInFlight = 4;
+constexpr int kThreads = 128;
+constexpr int kPartialsInFlight = 8;
 
 // Infinity of 16 bits, sign aside. Magnitudes below it are finite.
 template <class Element>
@@ -20,10 +21,13 @@ constexpr uint32_t kInfinity16<__half> = 0x7c00;
 template <class Element>
 class Largest {
  public:
-  __device__ __forceinline__ void add(const uint4& row) {
-    const uint32_t pairs[] = {row.x, row.y, row.z, row.w};
+  __device__ __forceinline__ void add(const uint4 (&rows)[kRows]) {
 #pragma unroll
-    for (int i = 0; i < kVector / 2; ++i) largest_[i] = __vmaxs2(largest_[i], (pairs[i] & 0x7fff7fff) + kShift);
+    for (const uint4& row : rows) {
+      const uint32_t pairs[] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+      for (int i = 0; i < kVector / 2; ++i) largest_[i] = __vmaxs2(largest_[i], (pairs[i] & 0x7fff7fff) + kShift);
+    }
   }
 
   __device__ __forceinline__ void get(float (&values)[kVector]) const {
@@ -45,11 +49,9 @@ class Largest {
 template <class Element>
 class Sum {
  public:
-  __device__ __forceinline__ void add(const uint4& row) {
-    float values[kVector];
-    unpack<Element>(row, values);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) sums_[i] += zero_unless_finite(values[i]);
+  __device__ __forceinline__ void add(const uint4 (&rows)[kRows]) {
+    if (is_finite(rows)) return add(rows, [](float x) { return x; });
+    add(rows, zero_unless_finite);
   }
 
   __device__ __forceinline__ void get(float (&values)[kVector]) const {
@@ -61,6 +63,24 @@ class Sum {
   static __device__ __forceinline__ float result(float sum, int tokens) { return sum / max(tokens, 1); }
 
  private:
+  static __device__ __forceinline__ bool is_finite(const uint4 (&rows)[kRows]) {
+    uint4 largest = rows[0];
+#pragma unroll
+    for (int i = 1; i < kRows; ++i) largest = larger_magnitudes<Element>(largest, rows[i]);
+    return largest_bits<Element>(largest) < kInfinityBits;
+  }
+
+  template <class Filter>
+  __device__ __forceinline__ void add(const uint4 (&rows)[kRows], Filter filter) {
+#pragma unroll
+    for (const uint4& row : rows) {
+      float values[kVector];
+      unpack<Element>(row, values);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sums_[i] += filter(values[i]);
+    }
+  }
+
   float sums_[kVector] = {};
 };
 
@@ -76,96 +96,114 @@ struct Place {
         slots(kThreads / (head_dim / kVector)) {}
 };
 
-using Shared = float[kThreads * kVector];  // [slots, head_dim]
+// [slots, head_dim]
+__device__ __forceinline__ float* shared_values() {
+  __shared__ float values[kThreads * kVector];
+  return values;
+}
 
-// Thread n gets channel n, joined over all slots.
-template <class Join>
-__device__ __forceinline__ float join_slots(const float (&values)[kVector], const Place& place, int head_dim,
-                                            Shared& shared, Join join) {
+// Joins what the slots have of each channel and stores it.
+template <class Join, class Store>
+__device__ __forceinline__ void join_slots(const float (&values)[kVector], const Place& place, int head_dim, Join join,
+                                           Store store) {
+  float* shared = shared_values();
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kVector; ++i) shared[threadIdx.x * kVector + i] = values[i];
   __syncthreads();
-  float value = 0.0f;  // neutral for sums, and for maxima of magnitudes
-  if (threadIdx.x < head_dim) {
-    for (int slot = 0; slot < place.slots; ++slot) value = join(value, shared[slot * head_dim + threadIdx.x]);
+  for (int channel = threadIdx.x; channel < head_dim; channel += kThreads) {
+    float value = 0.0f;  // neutral for sums, and for maxima of magnitudes
+    for (int slot = 0; slot < place.slots; ++slot) value = join(value, shared[slot * head_dim + channel]);
+    store(channel, value);
   }
-  return value;
 }
 
-// Whether all other blocks that share a counter have ended before, and what they wrote is visible. The counter is 0
-// again after the last one.
-__device__ __forceinline__ bool is_last(unsigned* counter, unsigned blocks) {
-  __shared__ bool result;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    unsigned before;
-    asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(counter), "r"(blocks - 1)
-                 : "memory");
-    result = before == blocks - 1;
-  }
-  __syncthreads();
-  return result;
-}
-
-template <class Element, template <class> class Statistic>
-__device__ __forceinline__ void reduce(const StatisticsParams& params, Shared& shared) {
-  const int head_dim = params.format.head_dim, head = blockIdx.x, chunk = blockIdx.y, chunks = gridDim.y;
-  const Place place(head_dim);
-  const int row_vectors = params.heads * head_dim / kVector;
-  const auto* input = static_cast<const uint4*>(params.input) + head * head_dim / kVector + place.lane;
-  const int real = edge(params.edges, params.sequences, params.tokens);
-  const int begin = chunk * params.chunk_tokens, end = min(begin + params.chunk_tokens, real);
-
-  Statistic<Element> statistic;
+// What the tokens of a chunk give for a thread's channels.
+template <class Element, class Statistic>
+__device__ __forceinline__ Statistic over_chunk(const ChannelTensor& tensor, const Place& place, int head, int begin,
+                                                int end) {
+  const long long row_vectors = tensor.heads * tensor.head_dim / kVector;
+  const auto* input = static_cast<const uint4*>(tensor.input) + head * tensor.head_dim / kVector + place.lane;
+  Statistic statistic;
   for (int first = begin + place.slot; first < end; first += kRows * place.slots) {
     uint4 rows[kRows] = {};
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int token = first + i * place.slots;
-      if (token < end) rows[i] = __ldcg(input + static_cast<long long>(token) * row_vectors);
+      if (token < end) rows[i] = __ldcg(input + token * row_vectors);
     }
-#pragma unroll
-    for (const uint4& row : rows) statistic.add(row);
+    statistic.add(rows);
   }
-  float values[kVector];
-  statistic.get(values);
-  const auto join = [](float a, float b) { return Statistic<Element>::join(a, b); };
-  const float partial = join_slots(values, place, head_dim, shared, join);
+  return statistic;
+}
 
-  ptx::grid_dependency_wait();  // the input was there before, see params.h; scratch may still be in use
-  float* partials = params.partials + static_cast<long long>(head) * chunks * head_dim;
-  if (threadIdx.x < head_dim) __stcg(partials + chunk * head_dim + threadIdx.x, partial);
-  if (!is_last(params.counters + head, chunks)) return;
-
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) values[i] = 0.0f;
-  for (int first = place.slot; first < chunks; first += kPartialsInFlight * place.slots) {
+// Joins the partial results of a head's chunks for a thread's channels, those of every slot's own chunks.
+template <class Join>
+__device__ __forceinline__ void join_chunks(const ChannelTensor& tensor, const Place& place, const float* partials,
+                                            float (&values)[kVector], Join join) {
+  for (int first = place.slot; first < tensor.chunks; first += kPartialsInFlight * place.slots) {
     float found[kPartialsInFlight][kVector];
 #pragma unroll
     for (int n = 0; n < kPartialsInFlight; ++n) {
-      const int other = min(first + n * place.slots, chunks - 1);
-      load8(partials + other * head_dim + place.lane * kVector, found[n]);
+      const int chunk = min(first + n * place.slots, tensor.chunks - 1);
+      load8(partials + chunk * tensor.head_dim + place.lane * kVector, found[n]);
     }
 #pragma unroll
     for (int n = 0; n < kPartialsInFlight; ++n) {
-      if (first + n * place.slots >= chunks) break;
+      if (first + n * place.slots >= tensor.chunks) break;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) values[i] = join(values[i], found[n][i]);
     }
   }
-  const float total = join_slots(values, place, head_dim, shared, join);
-  if (threadIdx.x < head_dim) params.results[head * head_dim + threadIdx.x] = Statistic<Element>::result(total, real);
 }
 
-template <template <class> class Statistic>
-__device__ __forceinline__ void reduce(const StatisticsParams& params, Shared& shared) {
-  if (params.format.is_fp16) {
-    reduce<__half, Statistic>(params, shared);
+// The chunk's place among those of the head that have come here; what the earlier ones wrote before is visible then.
+__device__ __forceinline__ int arrive(const common::TicketCounter& tickets) {
+  __shared__ int ticket;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    ticket = tickets.draw();
+    __threadfence();
+  }
+  __syncthreads();
+  return ticket;
+}
+
+// Chunk after chunk, each of all heads.
+template <class Element, template <class> class Statistic>
+__device__ __forceinline__ void reduce(const ChannelTensor& tensor, uint32_t tag, int block) {
+  const int chunk = block / tensor.heads, head = block % tensor.heads;
+  const int head_dim = tensor.head_dim;
+  const Place place(head_dim);
+  const int real = edge(tensor.edges, tensor.sequences, tensor.tokens);
+  const int begin = chunk * tensor.chunk_tokens, end = min(begin + tensor.chunk_tokens, real);
+  float* partials = tensor.partials + static_cast<long long>(head) * tensor.chunks * head_dim;
+  const auto join = [](float a, float b) { return Statistic<Element>::join(a, b); };
+
+  float values[kVector];
+  over_chunk<Element, Statistic<Element>>(tensor, place, head, begin, end).get(values);
+  join_slots(values, place, head_dim, join,
+             [&](int channel, float value) { __stcg(partials + chunk * head_dim + channel, value); });
+  const common::TicketCounter tickets(tensor.tickets + head, tag);
+  if (arrive(tickets) + 1 < tensor.chunks) return;
+  if (threadIdx.x == 0) tickets.release();
+
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) values[i] = 0.0f;
+  join_chunks(tensor, place, partials, values, join);
+  join_slots(values, place, head_dim, join, [&](int channel, float value) {
+    tensor.results[head * head_dim + channel] = Statistic<Element>::result(value, real);
+  });
+}
+
+template <class Element>
+__device__ __forceinline__ void reduce(const StatisticsParams& params) {
+  const int block = blockIdx.x, value_blocks = params.value_scales.chunks * params.value_scales.heads;
+  if (block < value_blocks) {
+    reduce<Element, Largest>(params.value_scales, params.tag, block);
   } else {
-    reduce<__nv_bfloat16, Statistic>(params, shared);
+    reduce<Element, Sum>(params.key_means, params.tag, block - value_blocks);
   }
 }
 
@@ -173,13 +211,13 @@ __device__ __forceinline__ void reduce(const StatisticsParams& params, Shared& s
 
 extern "C" __device__ const unsigned int fmha_dynamic_shared_memory = 0;
 
-extern "C" __global__ void __launch_bounds__(sage::kThreads, 4)
+extern "C" __global__ void __launch_bounds__(sage::kThreads, 5)
     KERNEL_NAME(const __grid_constant__ sage::StatisticsParams params) {
-  __shared__ sage::Shared shared;
+  ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  if (params.is_mean) {
-    sage::reduce<sage::Sum>(params, shared);
+  if (params.is_fp16) {
+    sage::reduce<__half>(params);
   } else {
-    sage::reduce<sage::Largest>(params, shared);
+    sage::reduce<__nv_bfloat16>(params);
   }
 }

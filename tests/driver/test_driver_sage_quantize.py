@@ -36,7 +36,7 @@ def call(tokens=320, heads=(4, 2), dim=128, dim_v=128, dtype=torch.bfloat16, bat
     return given, trtllm_sage_attention_quantize(**given)
 """
 
-_FORMATS = {"int": "i", "float": "f"}
+_FORMATS = {"int": "i", "uint32_t": "I", "float": "f"}
 
 
 def fields(name: str, prefix: str = "") -> list[tuple[str, str]]:
@@ -68,7 +68,7 @@ def unpack(name: str, data: str) -> dict[str, Any]:
 
 
 def launches(run_with_stub: Callable[..., Any], code: str, **options: Any) -> tuple[list[Any], list[str]]:
-    """The launches of the last call in `code`, parameters whole, and the lines printed."""
+    """The launches of `code`, parameters whole, and the lines printed."""
     sizes = {step.name: step.resources.parameter_bytes for step in all_steps() if step.resources}
     logged = "\n".join(
         f"stub.stub_parameter_bytes(b'{name}', {size})"
@@ -81,21 +81,24 @@ def launches(run_with_stub: Callable[..., Any], code: str, **options: Any) -> tu
     return work[len(work) // 2 :], run.stdout.splitlines()
 
 
-def test_three_launches_and_their_parameters(run_with_stub: Callable[..., Any]) -> None:
+def test_two_launches_and_their_parameters(run_with_stub: Callable[..., Any]) -> None:
     code = """
 given, results = call(q_block_size=4, k_block_size=16)
 print(*[given[n].data_ptr() for n in ("query", "key", "value", "cum_seq_lens_q")])
 print(*[each[2] for each in made])
 """
-    (blocks, statistics, value), lines = launches(run_with_stub, code)
+    (first, second), lines = launches(run_with_stub, code)
     query, key, values, edges = map(int, lines[-2].split())
     q_quant, k_quant, v_quant, q_scale, k_scale, v_scale, scratch = map(int, lines[-1].split())
-    for each, step in ((blocks, "blocks"), (statistics, "statistics"), (value, "value")):
-        assert (each["kernel"], each["stream"]) == (f"sage_quantize_{step}_sm90a", STREAM)
+    assert (first["kernel"], second["kernel"]) == (
+        "sage_quantize_statistics_sm90a",
+        "sage_quantize_quantize_sm90a",
+    )
+    for each in (first, second):
+        assert each["stream"] == STREAM
         assert each["pdl"]
 
-    found = unpack("BlocksParams", blocks["parameters"])
-    # Threads: 128 a block, 2 columns of 4 tokens, or 1 of 16, and 8 channels each.
+    # Threads: 128 a block, 2 columns of 4 tokens, or 1 of 16, or 8 tokens of value, and 8 channels each.
     q_blocks, k_blocks = -(-((80 + 2) // 2 * 4 * 16) // 128), -(-((20 + 2) * 2 * 16) // 128)
     expected = {
         "query.input": query,
@@ -105,6 +108,7 @@ print(*[each[2] for each in made])
         "query.tokens": 320,
         "query.sequences": 2,
         "query.heads": 4,
+        "query.head_dim": 128,
         "query.columns": 81,
         "query.block": 4,
         "key.input": key,
@@ -114,116 +118,120 @@ print(*[each[2] for each in made])
         "key.tokens": 320,
         "key.sequences": 2,
         "key.heads": 2,
+        "key.head_dim": 128,
         "key.columns": 21,
         "key.block": 16,
-        "counters": scratch,
-        "counter_count": 2,
+        "key_means": 0,
+        "value": values,
+        "value_output": v_quant,
+        "value_scales": v_scale,
+        "value_head_dim": 128,
         "query_blocks": q_blocks,
-        "format.head_dim": 128,
+        "key_blocks": k_blocks,
         "format.is_fp16": 0,
         "format.is_e4m3": 0,
         "format.range": pytest.approx(126.9),
     }
-    assert found == expected
-    assert blocks["grid"] == [q_blocks + k_blocks, 1, 1]
+    assert unpack("QuantizeParams", second["parameters"]) == expected
+    assert second["grid"] == [q_blocks + k_blocks + 320 // 8 * 32 // 128, 1, 1]
 
-    sizes = {"edges": edges, "tokens": 320, "sequences": 2, "heads": 2}
-    form = {name: value for name, value in expected.items() if name.startswith("format.")}
-    assert unpack("StatisticsParams", statistics["parameters"]) == {
+    found = unpack("StatisticsParams", first["parameters"])
+    of_value = {
         "input": values,
         "results": v_scale,
-        "partials": scratch + 16,
-        "counters": scratch,
-        "chunk_tokens": 128,  # 16 slots with 8 rows
-        "is_mean": 0,
-        **sizes,
-        **form,
+        "partials": scratch + 32,
+        "tickets": scratch,
+        "edges": edges,
+        "tokens": 320,
+        "sequences": 2,
+        "heads": 2,
+        "head_dim": 128,
+        "chunk_tokens": 256,  # 4 times 8 rows of 8 slots
+        "chunks": 2,
     }
-    assert statistics["grid"] == [2, 3, 1]
-    assert unpack("ValueParams", value["parameters"]) == {
-        "input": values,
-        "output": v_quant,
-        "scales": v_scale,
-        **sizes,
-        **form,
-    }
-    assert value["grid"] == [320 // 8 * 32 // 128, 1, 1]
+    assert {name: found[f"value_scales.{name}"] for name in of_value} == of_value
+    assert found["is_fp16"] == 0
+    assert first["grid"] == [4, 1, 1]  # without key
 
 
-def test_smoothing_takes_two_more_launches(run_with_stub: Callable[..., Any]) -> None:
+def test_every_call_has_a_tag_of_its_own(run_with_stub: Callable[..., Any]) -> None:
+    code = "call()\ncall()\ncall()"
+    work, _ = launches(run_with_stub, code)
+    tags = [unpack("StatisticsParams", each["parameters"])["tag"] for each in work[::2]]
+    assert len({0, *tags}) == 4
+
+
+def test_smoothing_and_many_tokens(run_with_stub: Callable[..., Any]) -> None:
     code = """
-given, results = call(tokens=50_000, heads=(2, 8), dtype=torch.float16, k_block_size=4, smooth_k=True,
+given, results = call(tokens=50_000, heads=(2, 7), dtype=torch.float16, k_block_size=4, smooth_k=True,
     qk_quant_dtype=torch.float8_e4m3fn, dim=64, dim_v=256)
 print(*[str(each) for each in made], sep="\\n")
 """
-    work, lines = launches(run_with_stub, code)
-    names = ["blocks", "statistics", "key", "statistics", "value"]
-    assert [each["kernel"] for each in work] == [f"sage_quantize_{name}_sm90a" for name in names]
-    blocks, means, key, scales, value = work
+    (first, second), lines = launches(run_with_stub, code)
     shapes = [eval(line)[:2] for line in lines[-8:]]
     assert shapes[:7] == [
         ([50_000, 2, 64], "torch.float8_e4m3fn"),
-        ([50_000, 8, 64], "torch.float8_e4m3fn"),
-        ([50_000, 8, 256], "torch.float8_e4m3fn"),
+        ([50_000, 7, 64], "torch.float8_e4m3fn"),
+        ([50_000, 7, 256], "torch.float8_e4m3fn"),
         ([2, 50_001], "torch.float32"),
-        ([8, 12_501], "torch.float32"),
-        ([8, 256], "torch.float32"),
-        ([8, 64], "torch.float32"),
+        ([7, 12_501], "torch.float32"),
+        ([7, 256], "torch.float32"),
+        ([7, 64], "torch.float32"),
     ]
-    *_, k_mean, scratch = (eval(line)[2] for line in lines[-8:])
-    of_blocks = unpack("BlocksParams", blocks["parameters"])
-    of_means, of_scales = (unpack("StatisticsParams", each["parameters"]) for each in (means, scales))
-    of_key = unpack("KeyParams", key["parameters"])
-    of_value = unpack("ValueParams", value["parameters"])
-    assert blocks["grid"] == [of_blocks["query_blocks"], 1, 1]  # none for key
-    assert of_key["means"] == of_means["results"] == k_mean
-    assert (of_key["key.columns"], of_key["key.block"]) == (12_501, 4)
-    assert (of_key["format.is_fp16"], of_key["format.is_e4m3"], of_key["format.range"]) == (1, 1, 448.0)
-    assert of_means["input"] == of_key["key.input"]
-    assert of_scales["input"] == of_value["input"]
-    assert of_scales["results"] == of_value["scales"]
-    assert (of_means["is_mean"], of_scales["is_mean"]) == (1, 0)
-    for of_step in (of_means, of_key):
-        assert of_step["format.head_dim"] == 64
-    for of_step in (of_scales, of_value):
-        assert of_step["format.head_dim"] == 256
+    *_, v_scale, k_mean, scratch = (eval(line)[2] for line in lines[-8:])
+    found = unpack("QuantizeParams", second["parameters"])
+    assert (found["key_means"], found["value_scales"]) == (k_mean, v_scale)
+    assert (found["key.columns"], found["key.block"]) == (12_501, 4)
+    assert (found["format.is_fp16"], found["format.is_e4m3"], found["format.range"]) == (1, 1, 448.0)
+    of_key = -(-((12_500 + 2) // 2 * 7 * 64 // 8) // 128)
+    of_value = -(-(50_000 // 8 * 7 * 256 // 8) // 128)
+    assert found["key_blocks"] == of_key
+    assert second["grid"] == [found["query_blocks"] + of_key + of_value, 1, 1]
 
-    # Both use the same scratch, one after the other.
-    ((size,), _, _) = eval(lines[-1])
-    assert (of_blocks["counters"], of_blocks["counter_count"]) == (scratch, 8)
-    partial_bytes = []
-    for launched, found in ((means, of_means), (scales, of_scales)):
-        heads, chunks, _ = launched["grid"]
-        assert (heads, found["counters"]) == (8, scratch)
-        assert (chunks - 1) * found["chunk_tokens"] < 50_000 <= chunks * found["chunk_tokens"]
-        assert found["partials"] == scratch + 32
-        partial_bytes.append(4 * heads * chunks * found["format.head_dim"])
-    assert size == 32 + max(partial_bytes)
+    statistics = unpack("StatisticsParams", first["parameters"])
+    assert (statistics["key_means.results"], statistics["value_scales.results"]) == (k_mean, v_scale)
+    assert statistics["key_means.input"] == found["key.input"]
+    assert statistics["key_means.tickets"] == statistics["value_scales.tickets"] + 8 * 7
+    assert statistics["is_fp16"] == 1
+
+    # What statistics leave lies side by side in the scratch, behind the tickets.
+    ends = [statistics["value_scales.tickets"] + 2 * 8 * 7]
+    blocks = 0
+    for name in ("value_scales", "key_means"):
+        chunks, chunk_tokens = statistics[f"{name}.chunks"], statistics[f"{name}.chunk_tokens"]
+        assert (chunks - 1) * chunk_tokens < 50_000 <= chunks * chunk_tokens
+        assert statistics[f"{name}.partials"] == ends[-1]
+        ends.append(ends[-1] + 4 * 7 * chunks * statistics[f"{name}.head_dim"])
+        blocks += 7 * chunks
+    assert first["grid"] == [blocks, 1, 1]
+    assert eval(lines[-1])[0] == [ends[-1] - scratch]
+    assert statistics["value_scales.tickets"] == scratch
 
 
 def test_without_lengths_there_is_one_sequence(run_with_stub: Callable[..., Any]) -> None:
-    (blocks, statistics, value), _ = launches(run_with_stub, "call(cum_seq_lens_q=None)")
-    found = unpack("BlocksParams", blocks["parameters"])
+    work, _ = launches(run_with_stub, "call(cum_seq_lens_q=None)")
+    found = unpack("QuantizeParams", work[1]["parameters"])
     assert (found["query.edges"], found["query.sequences"], found["query.columns"]) == (0, 1, 320)
-    for name, launched in (("StatisticsParams", statistics), ("ValueParams", value)):
-        found = unpack(name, launched["parameters"])
-        assert (found["edges"], found["sequences"]) == (0, 1)
+    assert (found["key.edges"], found["key.sequences"]) == (0, 1)
+    found = unpack("StatisticsParams", work[0]["parameters"])
+    assert (found["value_scales.edges"], found["value_scales.sequences"]) == (0, 1)
 
 
 def test_no_tokens_still_have_scales_of_value(run_with_stub: Callable[..., Any]) -> None:
     work, _ = launches(run_with_stub, "call(tokens=0, batch=0, smooth_k=True)")
-    one = [1, 1, 1]
-    assert [each["grid"] for each in work] == [one, [2, 1, 1], one, [2, 1, 1], one]
+    statistics, quantize = work
+    assert statistics["grid"] == [4, 1, 1]  # of 2 heads of key and value
+    assert quantize["grid"] == [1, 1, 1]
 
 
 def test_the_tensors_decide_the_device(run_with_stub: Callable[..., Any]) -> None:
     devices = ["9.0:132:232448", "9.0:78:232448"]
     run = run_with_stub(f"{SETUP}\ncall()\ncall(device=1)", devices=devices)
     work = run.named("cuLaunchKernelEx")
-    assert [each["stream"] for each in work] == [STREAM] * 3 + [STREAM + 1] * 3
+    assert [each["stream"] for each in work] == [STREAM] * 2 + [STREAM + 1] * 2
     contexts = [each["context"] for each in work]
-    assert contexts == [contexts[0]] * 3 + [contexts[3]] * 3
-    assert contexts[0] != contexts[3]
+    assert contexts == [contexts[0]] * 2 + [contexts[2]] * 2
+    assert contexts[0] != contexts[2]
 
 
 def test_loading_during_capture_works(run_with_stub: Callable[..., Any]) -> None:
@@ -242,7 +250,7 @@ unload_all()
 call()
 """
     )
-    assert len(run.named("cuLibraryLoadData")) == 6
+    assert len(run.named("cuLibraryLoadData")) == 4
 
 
 @pytest.mark.parametrize(
@@ -276,7 +284,7 @@ def test_a_device_without_kernels_is_told_which_have_them(run_with_stub: Callabl
         devices=["8.0:108:166912"],
     )
     assert run.stdout == (
-        "sage_quantize has no kernel 'blocks' for compute capability 8.0; it is built for sm_90a\n"
+        "sage_quantize has no kernel 'statistics' for compute capability 8.0; it is built for sm_90a\n"
     )
 
 
@@ -292,4 +300,4 @@ except RuntimeError as error:
 """
     )
     assert "CUDA_ERROR_LAUNCH_FAILED" in run.stdout
-    assert "sage_quantize_blocks_sm90a" in run.stdout
+    assert "sage_quantize_statistics_sm90a" in run.stdout

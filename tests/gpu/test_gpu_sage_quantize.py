@@ -112,12 +112,13 @@ def test_many_short_sequences(k_block: int, device: torch.device, guarded: list[
     check({**given, "q_block_size": 4, "k_block_size": k_block, "smooth_k": True})
 
 
-@pytest.mark.parametrize(("tokens", "heads"), [(16384, 16), (65536, 16), (100_000, 1)])
+@pytest.mark.parametrize("smooth_k", [False, True], ids=["plain", "smooth"])
+@pytest.mark.parametrize(("tokens", "heads"), [(16384, 16), (20_000, 9), (65536, 16), (100_000, 1)])
 def test_more_work_than_fits_at_a_time(
-    tokens: int, heads: int, device: torch.device, guarded: list[Guarded]
+    tokens: int, heads: int, smooth_k: bool, device: torch.device, guarded: list[Guarded]
 ) -> None:
     given = operands([tokens], [tokens - 5], heads=(2, heads), device=device)
-    check({**given, "smooth_k": True})
+    check({**given, "smooth_k": smooth_k})
 
 
 def test_no_tokens(device: torch.device, guarded: list[Guarded]) -> None:

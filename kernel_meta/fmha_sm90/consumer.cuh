@@ -15,6 +15,7 @@
 #include "epilogue.cuh"
 #include "long_sum.cuh"
 #include "mask.cuh"
+#include "remake.cuh"
 #include "sage.cuh"
 #include "skip.cuh"
 
@@ -141,15 +142,20 @@ class Consumer {
     remember(shared, first_token);
     start_output();
     // A row may see no key of the first block, and has a reference behind the second.
-    const int full_end = kAssumesReference ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
+    const bool waits = kAssumesReference && !(kMovesBySums && key_end(tile, first_token) > (blocks.end - 1) * kTileKV);
+    const int full_end = waits ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
     const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
     for (--block; block >= max(full_end, last); --block) later_step<Block::masked>(mask, block, last, tile.kv_len);
-    if constexpr (kAssumesReference) {
+    if constexpr (kMovesBySums) {
+      for (; block >= full_begin; --block) step_by_sums(block, last, tile.kv_len);
+    } else if constexpr (kAssumesReference) {
       for (bool within = true; within && block >= full_begin; --block) {
         within = step_within_reference<Block::whole>(block, last, tile.kv_len);
       }
     }
-    for (; block >= full_begin; --block) later_step<Block::whole>(mask, block, last, tile.kv_len);
+    if constexpr (!kMovesBySums) {
+      for (; block >= full_begin; --block) later_step<Block::whole>(mask, block, last, tile.kv_len);
+    }
     if constexpr (kMask == MaskType::sliding) {
       for (; block >= last; --block) later_step<Block::masked>(mask, block, last, tile.kv_len);
     }
@@ -262,8 +268,8 @@ class Consumer {
     ptx::hold_registers(numbers(logits));
     output_arrived();
     probabilities_to_operand(logits);
-    if (moved) rescale_output();
     output_added();
+    if (moved) rescale_output();
   }
 
   // A block that all rows see whole, behind one that was treated alike. Returns false where a row outgrew its
@@ -298,9 +304,33 @@ class Consumer {
     }
     logits_arrived(block == last);
     probabilities_to_operand(logits);
-    if (moved) rescale_output();
     output_added();
+    if (moved) rescale_output();
     return within;
+  }
+
+  // The same where rows move by their sums. A warp sees to its own 16, and waits for no other one.
+  __device__ __forceinline__ void step_by_sums(int block, int last, int kv_len) {
+    take_turn();
+    issue_logits();
+    issue_output<Block::whole>(kv_len - (block + 1) * kTileKV);
+    ptx::wgmma_wait<1>();
+    ptx::hold_registers(s_);
+    Sums sums = softmax_.exponentiate(s_);
+    const bool moves = __any_sync(~0u, !Softmax::within_reference(sums));
+    if (moves) softmax_.move_by_sums(s_, sums);
+    ptx::hold_registers(s_);
+    output_arrived();
+    probabilities_to_operand(s_);
+    if (moves && __any_sync(~0u, Softmax::overflows(sums))) move_overflown(softmax_, p_, sums, warp_logits());
+    softmax_.add(sums);
+    logits_arrived(block == last);
+    output_added();
+    if (moves) rescale_output();
+  }
+
+  __device__ __forceinline__ WarpLogits warp_logits() const {
+    return WarpLogits(storage().q[q_stage()][warpgroup_], storage().k[k_ring_.stage]);
   }
 
   // A step that leaves the block out where it may (skip.cuh). Two bodies instead of a branch around P V, which
@@ -422,7 +452,7 @@ class Consumer {
           Product::template rs<ptx::Major::K, true>(s, q_[4 * i], q_[4 * i + 1], q_[4 * i + 2], q_[4 * i + 3], b);
         }
       } else {
-        const uint64_t q = ptx::matrix_descriptor<kSpanQK>(ptx::shared_address(storage().q[warpgroup_]), 0);
+        const uint64_t q = ptx::matrix_descriptor<kSpanQK>(ptx::shared_address(storage().q[q_stage()][warpgroup_]), 0);
         const uint64_t a = ptx::advance_descriptor(q, chunk * (kWarpgroupRows * kSpanQK) + step);
         if (i == 0) {
           Product::template ss<false>(s, a, b);
@@ -602,10 +632,14 @@ class Consumer {
     for (int i = 0; i < kPlaceWords; ++i) metadata_[i] = metadata(kept.places[i], kept.of_other_pair[i]);
   }
 
+  // Behind `output_added`: what has left the accumulator is corrected later.
   __device__ __forceinline__ void rescale_output() {
+    if constexpr (kE4m3P) {
+      long_sum_.rescale(softmax_.correction);
+      if (!long_sum_.accumulates()) return;
+    }
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) o_[i] *= softmax_.correction[(i / 2) % 2];
-    if constexpr (kE4m3P) long_sum_.rescale(softmax_.correction);
   }
 
   __device__ __forceinline__ void start_output() {
@@ -624,8 +658,9 @@ class Consumer {
 
   __device__ __forceinline__ void wait_for_query() {
     Storage& s = storage();
-    ptx::mbarrier_wait(s.q_full[warpgroup_], q_parity_);
-    q_parity_ ^= 1;
+    ptx::mbarrier_wait(s.q_full[next_q_.stage()][warpgroup_], next_q_.parity());
+    next_q_.advance();
+    if constexpr (kStagesQ > 1) next_q_.position = shuffled(next_q_.position);
     if constexpr (kQInRegisters) {
       load_query_registers();
     } else if (negative_scale_) {
@@ -635,7 +670,7 @@ class Consumer {
 
   __device__ __forceinline__ void load_query_registers() {
     const int row = warp_ * 16 + (lane_ & 15);
-    const uint32_t row_address = ptx::shared_address(storage().q[warpgroup_]) + row * kSpanQK;
+    const uint32_t row_address = ptx::shared_address(storage().q[q_stage()][warpgroup_]) + row * kSpanQK;
     // The swizzle permutes a span's 16-byte units by the number of the 128-byte line that they lie in.
     constexpr int kUnits = kSpanQK / 16;
     const uint32_t pattern = row * kSpanQK / 128 % kUnits;
@@ -656,13 +691,16 @@ class Consumer {
 
   // The softmax wants a positive scale.
   __device__ __forceinline__ void negate_query_in_place() {
-    uint32_t* words = reinterpret_cast<uint32_t*>(storage().q[warpgroup_]);
+    uint32_t* words = reinterpret_cast<uint32_t*>(storage().q[q_stage()][warpgroup_]);
     for (int i = threadIdx.x & 127; i < kQBytes / 4; i += 128) words[i] ^= kSignBits;
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
   }
 
-  __device__ __forceinline__ void release_query() { arrive(storage().q_empty[warpgroup_]); }
+  // Of the tile's Q.
+  __device__ __forceinline__ uint32_t q_stage() const { return kStagesQ - 1 - next_q_.stage(); }
+
+  __device__ __forceinline__ void release_query() { arrive(storage().q_empty[q_stage()][warpgroup_]); }
 
   // ---- finished tiles
 
@@ -700,14 +738,14 @@ class Consumer {
     for (int r = 0; r < kRowsPerThread; ++r) {
       const float* sinks = params_.attention_sinks;
       const float* sink = sinks == nullptr || !rows.valid[r] ? nullptr : sinks + tile.head + rows.head[r];
-      const RowResult result = finish_row(softmax.scale * softmax.m[r] - kTop, softmax.l[r], sink);
+      const RowResult result = finish_row(softmax.base(r), softmax.l[r], sink);
       factor[r] = result.factor * bmm2_scale_;
       lse[r] = result.lse;
     }
     store_lse(params_, tile, rows, lse);
     if constexpr (kAwaitsOutput) output_arrived();
     if (staged) {
-      stage_rows(storage().q[warpgroup_], o_, factor);
+      stage_rows(storage().q[0][warpgroup_], o_, factor);
       if ((threadIdx.x & 127) == 0) storage().store[warpgroup_] = {tile.q_start + tile.token, tile.head};
       ptx::fence_proxy_async();
       arrive(storage().store_full[warpgroup_]);
@@ -727,7 +765,7 @@ class Consumer {
 
   __device__ __forceinline__ void dismiss_store_warp() {
     Storage& s = storage();
-    ptx::mbarrier_wait(s.q_empty[warpgroup_], q_parity_ ^ 1);  // it has taken the last staged tile
+    ptx::mbarrier_wait(s.q_empty[0][warpgroup_], next_q_.parity() ^ 1);  // it has taken the last staged tile
     if ((threadIdx.x & 127) == 0) s.store[warpgroup_].head = -1;
     arrive(s.store_full[warpgroup_]);
   }
@@ -805,7 +843,7 @@ class Consumer {
 
   Ring<kStagesK> k_ring_;
   Ring<kStagesV> v_ring_;
-  uint32_t q_parity_ = 0;
+  SmallRing<kStagesQ> next_q_{0};
   bool pending_ = false;
   int pending_valid_rows_ = 0;
   int first_valid_rows_ = 0;  // of the tile's first block; single consumers only

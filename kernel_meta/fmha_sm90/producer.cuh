@@ -141,14 +141,14 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
   }
 }
 
-__device__ __forceinline__ void load_query(const Params& params, const Tile& tile, int consumer, int token,
-                                           uint64_t policy) {
+__device__ __forceinline__ void load_query(const Params& params, const Tile& tile, int stage, int consumer,
+                                           int token, uint64_t policy) {
   Storage& s = storage();
   // Rows land as [head][token].
-  ptx::mbarrier_arrive_expect(s.q_full[consumer], params.tile_tokens * params.tile_heads * kRowBytesQK);
+  ptx::mbarrier_arrive_expect(s.q_full[stage][consumer], params.tile_tokens * params.tile_heads * kRowBytesQK);
   for (int chunk = 0; chunk < kChunksQK; chunk += kQueryBoxChunks) {
-    ptx::tma_load_4d(s.q[consumer][chunk], params.query_map, s.q_full[consumer], policy, 0, tile.q_start + token,
-                     tile.head, chunk);
+    ptx::tma_load_4d(s.q[stage][consumer][chunk], params.query_map, s.q_full[stage][consumer], policy, 0,
+                     tile.q_start + token, tile.head, chunk);
   }
 }
 
@@ -165,8 +165,8 @@ __device__ __forceinline__ void schedule_and_load_queries(const Params& params) 
   Storage& s = storage();
   const bool leader = (threadIdx.x & 31) == 0;
   const uint64_t policy = ptx::l2_policy_evict_first();
-  uint32_t q_empty_parity[kConsumers];
-  for (uint32_t& parity : q_empty_parity) parity = 1;
+  SmallRing<kStagesQ> free_q[kConsumers];
+  for (auto& ring : free_q) ring.position = kStagesQ;
   Ring<kTileSlots> slot;
   uint32_t near_end_parity = 0;
   TileScheduler scheduler(params);
@@ -187,9 +187,10 @@ __device__ __forceinline__ void schedule_and_load_queries(const Params& params) 
       for (int w = 0; w < kConsumers; ++w) {
         const int token = tile.q_block * tile_tokens(params) + w * params.tile_tokens;
         if (block_range(tile, token, params.tile_tokens, params).empty()) continue;
-        ptx::mbarrier_wait(s.q_empty[w], q_empty_parity[w]);
-        q_empty_parity[w] ^= 1;
-        load_query(params, tile, w, token, policy);
+        ptx::mbarrier_wait(s.q_empty[free_q[w].stage()][w], free_q[w].parity());
+        const int stage = free_q[w].stage();
+        free_q[w].advance();
+        load_query(params, tile, stage, w, token, policy);
       }
       ptx::mbarrier_wait(s.near_end, near_end_parity);
     }
@@ -206,10 +207,10 @@ __device__ __forceinline__ void store_outputs(const Params& params, int consumer
     ptx::mbarrier_wait(s.store_full[consumer], parity);
     const StoreRequest request = s.store[consumer];
     if (request.head < 0) break;
-    ptx::tma_store_4d(params.out_map, s.q[consumer], 0, request.row, request.head, 0);
+    ptx::tma_store_4d(params.out_map, s.q[0][consumer], 0, request.row, request.head, 0);
     ptx::tma_store_commit();
     ptx::tma_store_wait_read();
-    ptx::mbarrier_arrive_many<4>(s.q_empty[consumer]);
+    ptx::mbarrier_arrive_many<4>(s.q_empty[0][consumer]);
   }
   ptx::tma_store_wait();
 }

@@ -9,6 +9,8 @@
 // rescaling of O and no multiplications by a correction. Whether a row's m moves depends on that row alone: rows of
 // another sequence in the same tile cannot change a bit of this one's result.
 //
+// Where p has 8 bits, sums of a block's p tell by how much (kMovesBySums). Then only the offset is kept, not m.
+//
 // Sage: s comes as an exponent, scale * (s - m), with the m of then; the scale of a reference is 1. A reference that
 // moves shifts it.
 #pragma once
@@ -23,6 +25,14 @@ namespace fmha {
 constexpr float kTop = kE4m3P ? 2.f : 0.f;
 constexpr float kSlack = kE4m3P ? 6.75f : kAssumesReference ? 14.f : 8.f;
 constexpr float kSafeSum = kE4m3P ? 400.f : 8192.f;  // less than 2^(kTop + kSlack), where it is looked at
+
+// Rows of a block whose p, as floats, are finite move by what the sums say, and their p with them; only rows that
+// overflow are made again (remake.cuh). The largest of a row's four sums becomes kMovedSum, a power of two: where one
+// key outweighs all others, its p is not rounded.
+constexpr bool kMovesBySums = kE4m3P && !kSage;
+constexpr float kMovedSum = 16.f;
+constexpr float kFiniteSum = 0x1p100f;  // has a normal reciprocal
+constexpr float kNoReference = 0x1p100f;  // as an offset, which any key outgrows
 
 using Logits = float[kTileKV / 2];
 
@@ -53,7 +63,7 @@ struct Softmax {
 
   // The slack stays finite: a row without a reference yet, m = -inf, must outgrow it with its first visible key.
   __device__ __forceinline__ explicit Softmax(float scale_log2)
-      : scale(scale_log2), slack(fminf(kSlack / scale_log2, __FLT_MAX__)) {}
+      : scale(scale_log2), slack(kMovesBySums ? kSlack : fminf(kSlack / scale_log2, __FLT_MAX__)) {}
 
   // Sage: the next exponents are the first of another row's.
   __device__ __forceinline__ void begin_row(int r, float scale_log2) {
@@ -134,6 +144,38 @@ struct Softmax {
     return fmaxf(sums.row[0], sums.row[1]) <= kSafeSum;
   }
 
+  // NaN does not: it stays what it is.
+  static __device__ __forceinline__ bool overflows(const Sums& sums) {
+    return sums.row[0] > kFiniteSum || sums.row[1] > kFiniteSum;
+  }
+
+  // Moves the rows of a block that outgrew their references without overflow.
+  template <int kCount>
+  __device__ __forceinline__ void move_by_sums(float (&p)[kCount], Sums& sums) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      const float largest = quad_max(sums.row[r]);
+      const bool outgrown = largest > kSafeSum && largest <= kFiniteSum;
+      correction[r] = outgrown ? kMovedSum * ptx::reciprocal_approx(largest) : 1.f;
+      offset[r] += outgrown ? ptx::log2_approx(correction[r]) : 0.f;
+      l[r] *= correction[r];
+      sums.row[r] *= correction[r];
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) p[i] *= correction[i / 2 % 2];
+  }
+
+  // Row r, to the maximum of a block.
+  __device__ __forceinline__ void move_to_maximum(int r, float x) {
+    const float before = offset[r];
+    set_reference(r, x);
+    correction[r] = ptx::exp2_approx(offset[r] - before);
+    l[r] *= correction[r];
+  }
+
+  // A row's reference less kTop, base 2.
+  __device__ __forceinline__ float base(int r) const { return kMovesBySums ? -offset[r] : scale * m[r] - kTop; }
+
   __device__ __forceinline__ void add(const Sums& sums) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) l[r] += sums.row[r];
@@ -169,7 +211,7 @@ struct Softmax {
   }
 
   __device__ __forceinline__ bool follow(float x0, float x1, float slack) {
-    const bool moved = __any_sync(~0u, x0 > m[0] + slack || x1 > m[1] + slack);
+    const bool moved = __any_sync(~0u, outgrows(0, x0, slack) || outgrows(1, x1, slack));
     if (moved) {
       move_reference(0, quad_max(x0), slack);
       move_reference(1, quad_max(x1), slack);
@@ -177,13 +219,29 @@ struct Softmax {
     return moved;
   }
 
+  __device__ __forceinline__ bool outgrows(int r, float x, float slack) const {
+    if constexpr (kMovesBySums) return fmaf(x, scale, offset[r]) > kTop + slack;
+    return x > m[r] + slack;
+  }
+
   __device__ __forceinline__ void set_reference(int r, float x) {
+    if constexpr (kMovesBySums) {
+      offset[r] = x == -kInfinity ? kNoReference : kTop - scale * x;
+      return;
+    }
     m[r] = x;
     offset[r] = x == -kInfinity ? 0.f : kTop == 0.f ? -scale * x : kTop - scale * x;
   }
 
   __device__ __forceinline__ void move_reference(int r, float x, float slack) {
-    const bool outgrown = x > m[r] + slack;
+    const bool outgrown = outgrows(r, x, slack);
+    if constexpr (kMovesBySums) {
+      const float before = offset[r];
+      if (outgrown) set_reference(r, x);
+      correction[r] = ptx::exp2_approx(offset[r] - before);
+      l[r] *= correction[r];
+      return;
+    }
     const float before = m[r];
     set_reference(r, outgrown ? x : before);
     correction[r] = outgrown ? ptx::exp2_approx(fmaf(before, scale, offset[r] - kTop)) : 1.f;

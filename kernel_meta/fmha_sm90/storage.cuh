@@ -45,13 +45,16 @@ using Values = std::conditional_t<kTransposesValues, uint8_t[kTileKV / kStepKeys
 constexpr int kChoiceSlots = 8;
 static_assert(kStagesLanding + kStagesV < kChoiceSlots);
 
+// Where Q stays in shared memory until a tile's last Q K^T, the next tile's lands beside it.
+constexpr int kStagesQ = kE4m3P ? 2 : 1;
+
 constexpr int kStagesScales = kSage ? kStagesK : 0;  // they travel with K
 constexpr int kScaleArrivals = kSage ? 32 : 0;       // of the lanes that load them
 constexpr int kWarpsWithScales = kSage ? kConsumerWarps : 0;
 
 struct alignas(1024) Storage {
   // Q of each consumer; where Q moves to registers, the same bytes then stage the output of the tile before.
-  uint8_t q[kConsumers][kChunksQK][kWarpgroupRows][kSpanQK];
+  uint8_t q[kStagesQ][kConsumers][kChunksQK][kWarpgroupRows][kSpanQK];
   uint8_t k[kStagesK][kChunksQK][kTileKV][kSpanQK];
   Values v[kStagesV];
   uint8_t landing[kStagesLanding][kHeadDimV / kLandingColumns][kTileKV][kLandingColumns];
@@ -59,7 +62,7 @@ struct alignas(1024) Storage {
   alignas(16) float v_scales[kWarpsWithScales][kHeadDimV];  // of the pending tile
 
   // `full`: the data has landed. `empty`: every reader is done.
-  ptx::Mbarrier q_full[kConsumers], q_empty[kConsumers];
+  ptx::Mbarrier q_full[kStagesQ][kConsumers], q_empty[kStagesQ][kConsumers];
   ptx::Mbarrier k_full[kStagesK], k_empty[kStagesK];
   ptx::Mbarrier v_full[kStagesV], v_empty[kStagesV];
   ptx::Mbarrier landing_full[kStagesLanding], landing_empty[kStagesLanding];
@@ -78,7 +81,7 @@ struct alignas(1024) Storage {
   bool landed[kSkipsSoftmax ? kStagesLanding : 0];  // whether the stage holds values
 };
 
-constexpr int kQBytes = sizeof(Storage::q) / kConsumers;
+constexpr int kQBytes = sizeof(Storage::q) / (kStagesQ * kConsumers);
 
 constexpr int kReservedPerBlock = 1024;  // by the system
 static_assert(kBlocksPerSM * (sizeof(Storage) + kReservedPerBlock) <= 233472,
@@ -104,11 +107,24 @@ struct Ring {
   }
 };
 
+// One or two stages, in one register.
+template <int kStages>
+struct SmallRing {
+  static_assert(kStages <= 2);
+  uint32_t position;  // of 2 * kStages, for both parities
+
+  __device__ __forceinline__ uint32_t stage() const { return position % kStages; }
+  __device__ __forceinline__ uint32_t parity() const { return position / kStages; }
+  __device__ __forceinline__ void advance() { position = kStages == 1 ? position ^ 1 : (position + 1) % 4; }
+};
+
 __device__ __forceinline__ void init_barriers(Storage& s) {
   constexpr int kStoreWarpArrivals = 4;  // the store warp stands in for the four warps of a consumer
   for (int i = 0; i < kConsumers; ++i) {
-    ptx::mbarrier_init(s.q_full[i], 1);
-    ptx::mbarrier_init(s.q_empty[i], kStoreWarpArrivals);
+    for (int stage = 0; stage < kStagesQ; ++stage) {
+      ptx::mbarrier_init(s.q_full[stage][i], 1);
+      ptx::mbarrier_init(s.q_empty[stage][i], kStoreWarpArrivals);
+    }
     ptx::mbarrier_init(s.store_full[i], 4);
   }
   for (int i = 0; i < kStagesK; ++i) {

@@ -288,6 +288,35 @@ def test_logits_that_grow_block_after_block(
     torch.testing.assert_close(lse, exact_lse, rtol=1e-6, atol=problem.lse_tolerance + 2 * rounding)
 
 
+@pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"is_causal": True, "window_left": 1700}], ids=str)
+@pytest.mark.parametrize("types", ["bf16", "fp8", "fp8 many keys"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_rows_of_a_tile_do_not_move_each_other(
+    dims: tuple[int, int], types: str, mask: dict[str, Any], device: torch.device, workspace: torch.Tensor
+) -> None:
+    """Some keep their references, outgrow them, overflow, or are NaN: side by side as alone."""
+    nats_above = torch.tensor([0.0, 12.0, 128.0, 224.0, math.nan], device=device)
+    rows, keys, in_key = 300, 1900, 8
+    kinds = torch.arange(rows, device=device) * 7 % len(nats_above)
+
+    def results(nats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        problem = make_problem(
+            [rows], [keys], device=device, dims=dims, heads=MANY_HEADS, kv_heads=2, types=TYPES[types], **mask
+        )
+        problem.key[..., 0] = 0
+        problem.key[400:700, :, 0] = in_key
+        problem.query[..., 0] = (nats * math.sqrt(dims[0]) / in_key)[:, None].to(problem.query.dtype)
+        return call(problem, workspace)
+
+    mixed = results(nats_above[kinds])
+    for kind, nats in enumerate(nats_above):
+        if nats.isnan():
+            assert mixed[0][kinds == kind].isnan().all()
+        else:
+            assert mixed[0][kinds == kind].isfinite().all()
+            assert_same_bits(mixed, results(nats.expand(rows)), rows=kinds == kind)
+
+
 @pytest.mark.parametrize("types", REPEATED)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_runs_repeat_bit_for_bit(

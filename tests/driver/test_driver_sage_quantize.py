@@ -146,12 +146,12 @@ print(*[each[2] for each in made])
         "sequences": 2,
         "heads": 2,
         "head_dim": 128,
-        "chunk_tokens": 256,  # 4 times 8 rows of 8 slots
-        "chunks": 2,
+        "chunk_tokens": 1024,  # 16 times 8 rows of 8 slots
+        "chunks": 1,
     }
     assert {name: found[f"value_scales.{name}"] for name in of_value} == of_value
     assert found["is_fp16"] == 0
-    assert first["grid"] == [4, 1, 1]  # without key
+    assert first["grid"] == [2, 1, 1]  # without key
 
 
 def test_every_call_has_a_tag_of_its_own(run_with_stub: Callable[..., Any]) -> None:

@@ -6,8 +6,8 @@ import msgspec
 
 from cubin_runtime.request import KernelRequest
 
-MANY_KEYS = 2048
-"""Below, 8 bits of the probabilities instead of 16 gain little: 4 to 6 % of the speed at half as many."""
+MANY_KEYS = 1024
+"""At so many keys 8 bits of the probabilities instead of 16 are 1.16 times as fast; fewer keep the bits."""
 
 
 def many_keys(request: KernelRequest) -> bool:

@@ -59,9 +59,9 @@ CALLS = {
     "fp8, head dims 256": f"{FP8}, head_dims=(256, 256), window_left=100, out=CudaTensor((320, 32, 256))",
     "fp8, many keys": f"[300, 20], [3000, 50], {MANY_ROWS_FP8}",
     "fp8, many keys, few rows": f"[3], [3000], heads=(16, 2), {FP8}, out=CudaTensor((3, 16, 128))",
-    "fp8, few keys": f"[300, 20], [2047, 50], {MANY_ROWS_FP8}",
-    "fp8, window of many keys": f"[300, 20], [3000, 50], window_left=2047, {MANY_ROWS_FP8}",
-    "fp8, window of few keys": f"[300, 20], [3000, 50], window_left=2046, {MANY_ROWS_FP8}",
+    "fp8, few keys": f"[300, 20], [1023, 50], {MANY_ROWS_FP8}",
+    "fp8, window of many keys": f"[300, 20], [3000, 50], window_left=1023, {MANY_ROWS_FP8}",
+    "fp8, window of few keys": f"[300, 20], [3000, 50], window_left=1022, {MANY_ROWS_FP8}",
     "fp8, few rows": f"[3], [9000], heads=(16, 2), {FP8}, out=CudaTensor((3, 16, 128))",
     "fp8, key and value in one buffer": (
         "key=CudaTensor((450, 16, 192), torch.float8_e4m3fn, strides=(5120, 320, 1), address=1 << 50), "
@@ -141,8 +141,8 @@ SLIDING = {
     "sliding": 100,
     "fp8, head dims 256": 100,
     "sage fp8, head dims 256": 100,
-    "fp8, window of many keys": 2047,
-    "fp8, window of few keys": 2046,
+    "fp8, window of many keys": 1023,
+    "fp8, window of few keys": 1022,
     "spcompress, key and value in one buffer": 200,
     "window that hides one key": 398,
 }

@@ -401,11 +401,13 @@ def test_persistent_kernels_are_preferred_to_static_ones() -> None:
     assert select(make_request(), [portable, static]).row is static  # the target counts first
 
 
+@pytest.mark.parametrize("sage", [(SAGE_OFF, SAGE_OFF), ((1, 16, 0, 1), SAGE_ANY)], ids=["plain", "sage"])
 @pytest.mark.parametrize("max_kv_len", [None, MANY_KEYS, 2**31 - 1])
-def test_many_keys_get_the_product_of_8_bits(max_kv_len: int | None) -> None:
-    rows = [make_row(), make_row(e4m3_p=True)]
+def test_many_keys_get_the_product_of_8_bits(max_kv_len: int | None, sage: tuple[Any, Any]) -> None:
+    asked, available = sage
+    rows = [make_row(sage_blocks=available), make_row(e4m3_p=True, sage_blocks=available)]
     for order in (rows, rows[::-1]):
-        selection = select(make_request(max_kv_len=max_kv_len), order)
+        selection = select(make_request(max_kv_len=max_kv_len, sage_blocks=asked), order)
         assert selection.row is rows[1]
         assert selection.reason == f"it is made for {MANY_KEYS} keys and more"
         assert f"also fit: {rows[0].name}" in selection.explain()

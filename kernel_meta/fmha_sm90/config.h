@@ -41,7 +41,7 @@ static_assert(kQueryType != DType::int8 || kSage, "int8 means nothing without sc
 constexpr bool kPreparesValues = ptx::kElementBytes<kValueType> == 1;
 constexpr bool kTransposesValues = kE4m3P;
 constexpr DType kProductType = kPreparesValues && !kTransposesValues ? DType::fp16 : kValueType;
-static_assert(!kE4m3P || (kValueType == DType::e4m3 && kQueryType == DType::e4m3 && !kSplit));
+static_assert(!kE4m3P || (kValueType == DType::e4m3 && ptx::kElementBytes<kQueryType> == 1 && !kSplit));
 static_assert(!kSage || (kPreparesValues && !kSplit), "scales go with values of 8 bits, and into no partial result");
 
 // Tiles lie in shared memory as [chunk][row][span]: a row of a chunk is one span of the swizzle. Q and K have the
@@ -84,6 +84,10 @@ constexpr int kQueryBoxChunks = kSplit ? 1 : kChunksQK;
 // values.
 constexpr bool kQFits = kRowBytesQK <= 256 || (!kSplit && !kPreparesValues);
 constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1 && kQFits && !kE4m3P;
+
+// Scales of keys and both bounds of a window beside as much of O inside and outside of the accumulator: a thread does
+// not keep its mask in registers, and a masked block waits for the product that reads P from there.
+constexpr bool kScalesAreTight = kSage && kE4m3P && kMask == MaskType::sliding;
 
 // The warps that would store staged output prepare values, where there are any to prepare.
 constexpr bool kStagesOutput = kQInRegisters && !kSplit && !kPreparesValues;

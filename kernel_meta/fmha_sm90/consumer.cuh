@@ -22,6 +22,7 @@
 namespace fmha {
 
 constexpr bool kTakesTurns = kConsumers == 2 && !kE4m3P;
+constexpr bool kFetchesScalesEarly = kSage && !kE4m3P;  // under every Q K^T
 constexpr int kTurnBarrier = 1;         // + warpgroup: it may issue its products
 constexpr int kWarpgroupBarrier = 3;    // + warpgroup: its 128 threads
 constexpr int kVoteBarrier = 5;         // + warpgroup: its warps have said whether a block counts
@@ -123,7 +124,8 @@ class Consumer {
     if (kQInRegisters && !staged) release_query();
 
     const Rows rows(first_token, tile.q_len, params_);
-    const Mask mask(tile, rows, params_.window_left);
+    const Mask visible(tile, rows, params_.window_left);
+    const Mask& mask = kept(visible);
     if constexpr (kCompressesKeys) {
       run_pruned(tile, shared, mask, blocks.end, last, first_token);
       return;
@@ -147,7 +149,11 @@ class Consumer {
     const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
     for (--block; block >= max(full_end, last); --block) later_step<Block::masked>(mask, block, last, tile.kv_len);
     if constexpr (kMovesBySums) {
-      for (; block >= full_begin; --block) step_by_sums(block, last, tile.kv_len);
+      if (kSage && one_scale_per_group(params_)) {
+        for (; block >= full_begin; --block) step_by_sums<true>(block, last, tile.kv_len);
+      } else {
+        for (; block >= full_begin; --block) step_by_sums<false>(block, last, tile.kv_len);
+      }
     } else if constexpr (kAssumesReference) {
       for (bool within = true; within && block >= full_begin; --block) {
         within = step_within_reference<Block::whole>(block, last, tile.kv_len);
@@ -219,7 +225,7 @@ class Consumer {
     issue_logits();
     if constexpr (kPending) issue_output<kBefore>(pending_valid_rows_);
     pass_turn();
-    if constexpr (kSage) fetch_group_scales();
+    if constexpr (kFetchesScalesEarly) fetch_group_scales();
     if constexpr (!kSeamless) clear_first_values();
     ptx::wgmma_wait<kPending ? 1 : 0>();
     if constexpr (kSage) {
@@ -256,17 +262,21 @@ class Consumer {
     issue_logits();
     issue_output<kBefore>(kv_len - (block + 1) * kTileKV);
     pass_turn();
-    if constexpr (kSage) fetch_group_scales();
+    if constexpr (kFetchesScalesEarly) fetch_group_scales();
+    // P is out of registers then.
+    constexpr bool kWaits = kScalesAreTight && kNow == Block::masked;
+    if constexpr (kWaits) output_arrived();
     ptx::wgmma_wait<1>();
     complete_logits();
     logits_arrived(block == last);
     if constexpr (kNow == Block::masked) mask.apply(s_, block);
     decltype(auto) logits = that_count<kNow>();
+    if constexpr (kSage && kE4m3P) softmax_.forget_corrections();
     // Where p has few bits, and the maximum is not looked for later, the reference starts as the exact one.
     constexpr bool kExact = kE4m3P && kNow == Block::masked;
     const bool moved = kExact ? softmax_.next_exact(numbers(logits)) : softmax_.next(numbers(logits));
     ptx::hold_registers(numbers(logits));
-    output_arrived();
+    if constexpr (!kWaits) output_arrived();
     probabilities_to_operand(logits);
     output_added();
     if (moved) rescale_output();
@@ -309,28 +319,43 @@ class Consumer {
     return within;
   }
 
-  // The same where rows move by their sums. A warp sees to its own 16, and waits for no other one.
+  // The same where rows move by their sums. A warp sees to its own 16, and waits for no other one. Sage: a loop for
+  // each kind of scales, so that those of groups are read while Q K^T is under way.
+  template <bool kGrouped>
   __device__ __forceinline__ void step_by_sums(int block, int last, int kv_len) {
     take_turn();
     issue_logits();
     issue_output<Block::whole>(kv_len - (block + 1) * kTileKV);
+    if constexpr (kSage && kGrouped) fetch_group_scales();
     ptx::wgmma_wait<1>();
-    ptx::hold_registers(s_);
+    ptx::hold_registers(products_.of(s_));
+    if constexpr (kSage) {
+      make_exponents<kGrouped, true>(s_, products_.of(s_), key_scales(), group_scales_, softmax_);
+    }
     Sums sums = softmax_.exponentiate(s_);
+    if constexpr (kSage) softmax_.forget_corrections();
     const bool moves = __any_sync(~0u, !Softmax::within_reference(sums));
     if (moves) softmax_.move_by_sums(s_, sums);
     ptx::hold_registers(s_);
     output_arrived();
     probabilities_to_operand(s_);
-    if (moves && __any_sync(~0u, Softmax::overflows(sums))) move_overflown(softmax_, p_, sums, warp_logits());
+    if (moves && __any_sync(~0u, Softmax::overflows(sums))) {
+      move_overflown(softmax_, p_, sums, logits_anew<kGrouped>());
+    }
     softmax_.add(sums);
     logits_arrived(block == last);
     output_added();
     if (moves) rescale_output();
   }
 
-  __device__ __forceinline__ WarpLogits warp_logits() const {
-    return WarpLogits(storage().q[q_stage()][warpgroup_], storage().k[k_ring_.stage]);
+  template <bool kGrouped>
+  __device__ __forceinline__ auto logits_anew() const {
+    const WarpLogits logits(storage().q[q_stage()][warpgroup_], storage().k[k_ring_.stage]);
+    if constexpr (kSage) {
+      return ScaledLogits<kGrouped>(logits, key_scales(), softmax_.row_scale);
+    } else {
+      return logits;
+    }
   }
 
   // A step that leaves the block out where it may (skip.cuh). Two bodies instead of a branch around P V, which
@@ -539,7 +564,7 @@ class Consumer {
     ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
   }
 
-  // Sage, while Q K^T is under way.
+  // Sage, while Q K^T is under way; for masked blocks behind it, where registers are scarce.
   __device__ __forceinline__ void fetch_group_scales() {
 #pragma unroll
     for (int i = 0; i < kTileKV / kGroup; ++i) group_scales_[i] = storage().k_scales[k_ring_.stage][i];
@@ -553,15 +578,17 @@ class Consumer {
   __device__ __forceinline__ auto completed_logits(Use use) {
     ptx::hold_registers(products_.of(s_));
     if constexpr (kSage) {
-      const auto& scales = storage().k_scales[k_ring_.stage];
       if (one_scale_per_group(params_)) {
-        make_exponents<true>(s_, products_.of(s_), scales, group_scales_, softmax_);
+        if constexpr (!kFetchesScalesEarly) fetch_group_scales();
+        make_exponents<true, false>(s_, products_.of(s_), key_scales(), group_scales_, softmax_);
         return use();
       }
-      make_exponents<false>(s_, products_.of(s_), scales, group_scales_, softmax_);
+      make_exponents<false, false>(s_, products_.of(s_), key_scales(), group_scales_, softmax_);
     }
     return use();
   }
+
+  __device__ __forceinline__ const float (&key_scales() const)[kTileKV] { return storage().k_scales[k_ring_.stage]; }
 
   __device__ __forceinline__ void logits_arrived(bool last_of_tile) {
     ptx::hold_registers(s_);
@@ -803,6 +830,12 @@ class Consumer {
   }
 
   // ---- small things
+
+  // For the tile; this thread's own, in shared memory where registers are too scarce.
+  __device__ __forceinline__ const Mask& kept(const Mask& mask) const {
+    if constexpr (!kScalesAreTight) return mask;
+    return storage().masks[threadIdx.x] = mask;
+  }
 
   // One arrival per warp, behind everything that its lanes did.
   __device__ __forceinline__ void arrive(ptx::Mbarrier& barrier) const {

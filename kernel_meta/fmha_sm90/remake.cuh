@@ -9,19 +9,26 @@ namespace fmha {
 
 constexpr int kGroupKeys = 8;  // of one instruction
 
+// Beside scales no register is left for addresses that the compiler makes ahead of the main loop, nor for one that is
+// written under a condition only, and looks as if its last value were needed.
+constexpr bool kHoldsRemake = kSage;
+
 class WarpLogits {
  public:
   // The warpgroup's Q, and the block's K.
   __device__ __forceinline__ WarpLogits(const void* q, const void* k) {
-    const uint32_t lane = threadIdx.x & 31, query = ((threadIdx.x >> 5) & 3) * 16 + lane % 16, key = lane % 8;
+    uint32_t thread[] = {threadIdx.x};
+    if constexpr (kHoldsRemake) ptx::hold_registers(thread);
+    const uint32_t lane = thread[0] & 31, query = ((thread[0] >> 5) & 3) * 16 + lane % 16, key = lane % 8;
     q_ = ptx::shared_address(q) + query * kSpanQK + (((lane / 16) ^ pattern(query)) << 4);
     k_ = ptx::shared_address(k) + key * kSpanQK + (((lane / 8) ^ pattern(key)) << 4);
   }
 
-  // Of the group's keys: the thread's part of a wgmma's 8 columns.
-  __device__ __forceinline__ void of_group(int group, float (&s)[4]) const {
+  // Of the group's keys: the thread's part of a wgmma's 8 columns. Integers are products that lack their scales.
+  template <class Number>
+  __device__ __forceinline__ void of_group(int group, Number (&s)[4]) const {
 #pragma unroll
-    for (float& x : s) x = 0.f;
+    for (Number& x : s) x = 0;
 #pragma unroll 1
     for (int unit = 0; unit < kRowBytesQK / 16; unit += 4) {
       const uint32_t chunk = unit / kUnits, bytes = unit % kUnits * 16;
@@ -30,7 +37,7 @@ class WarpLogits {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         ptx::ldmatrix_x4(query, (q_ ^ (bytes + i * kStepBytes)) + chunk * kWarpgroupRows * kSpanQK);
-        ptx::mma_e4m3(s, query, key[2 * i], key[2 * i + 1]);
+        ptx::mma(s, query, key[2 * i], key[2 * i + 1]);
       }
     }
   }
@@ -44,9 +51,9 @@ class WarpLogits {
 };
 
 // Rows whose sums overflow get their exact maximum as reference, and p and sums anew. The others stay as they are.
-template <int kWords>
+template <int kWords, class GroupedLogits>
 __device__ __forceinline__ void move_overflown(Softmax& softmax, uint32_t (&p)[kWords], Sums& sums,
-                                               const WarpLogits& logits) {
+                                               const GroupedLogits& logits) {
   bool anew[kRowsPerThread];
   float maximum[kRowsPerThread];
 #pragma unroll
@@ -82,7 +89,13 @@ __device__ __forceinline__ void move_overflown(Softmax& softmax, uint32_t (&p)[k
         four[e] = ptx::exp2_approx(fmaf(s[4 * (e / 2) + 2 * r + e % 2], softmax.scale, softmax.offset[r]));
         if (anew[r]) sums.row[r] += four[e];
       }
-      word[r] = anew[r] ? ptx::pack_e4m3x4(four[0], four[1], four[2], four[3]) : p[r];
+      if constexpr (kHoldsRemake) {
+        uint32_t made[] = {ptx::pack_e4m3x4(four[0], four[1], four[2], four[3])};
+        ptx::hold_registers(made);
+        word[r] = anew[r] ? made[0] : p[r];
+      } else {
+        word[r] = anew[r] ? ptx::pack_e4m3x4(four[0], four[1], four[2], four[3]) : p[r];
+      }
     }
 #pragma unroll
     for (int i = 2; i < kWords; ++i) p[i - 2] = p[i];

@@ -4,6 +4,7 @@
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "epilogue.cuh"
+#include "remake.cuh"
 #include "rows.cuh"
 #include "storage.cuh"
 
@@ -60,7 +61,7 @@ __device__ __forceinline__ QueryScales load_query_scales(const Params& params, c
 }
 
 // Products of a warpgroup become exponents (softmax.cuh). `scales`: of the block's keys, or of groups of them.
-template <bool kGrouped, class Products>
+template <bool kGrouped, bool kAllHaveReferences, class Products>
 __device__ __forceinline__ void make_exponents(Logits& s, const Products& products, const float (&scales)[kTileKV],
                                                const float (&group_scales)[kTileKV / kGroup],
                                                const Softmax& softmax) {
@@ -74,10 +75,36 @@ __device__ __forceinline__ void make_exponents(Logits& s, const Products& produc
     for (int i = 0; i < 8; ++i) {
       const int r = i / 2 % 2;
       s[8 * group + i] = fmaf(static_cast<float>(products[8 * group + i]),
-                              softmax.row_scale[r] * of_column[i / 4 * 2 + i % 2], softmax.offset[r]);
+                              softmax.row_scale[r] * of_column[i / 4 * 2 + i % 2],
+                              kAllHaveReferences ? softmax.offset[r] : softmax.exponent_offset(r));
     }
   }
 }
+
+// Logits of a warp that are made again, base 2.
+template <bool kGrouped>
+class ScaledLogits {
+ public:
+  __device__ __forceinline__ ScaledLogits(const WarpLogits& products, const float (&scales)[kTileKV],
+                                          const float (&row_scale)[kRowsPerThread])
+      : products_(products), scales_(scales), row_scale_(row_scale) {}
+
+  __device__ __forceinline__ void of_group(int group, float (&s)[4]) const {
+    std::conditional_t<kQueryType == DType::int8, int32_t, float> products[4];
+    products_.of_group(group, products);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int key = group * kGroupKeys + 2 * (threadIdx.x & 3) + i % 2;
+      const float scale = scales_[kGrouped ? key / kGroup : scale_place(key)];
+      s[i] = static_cast<float>(products[i]) * (row_scale_[i / 2] * scale);
+    }
+  }
+
+ private:
+  const WarpLogits products_;
+  const float (&scales_)[kTileKV];
+  const float (&row_scale_)[kRowsPerThread];
+};
 
 // One warp, for itself. Their latency would show at the end of a short tile.
 __device__ __forceinline__ void fetch_channel_scales(const Params& params, int head, float* fetched) {
@@ -92,6 +119,20 @@ __device__ __forceinline__ void fetch_channel_scales(const Params& params, int h
 __device__ __forceinline__ void scale_by_channels(Output& o, const float* fetched) {
   ptx::wait_for_copies();
   __syncwarp();
+  if constexpr (kTransposesValues) {
+    // The even ones of four neighbouring columns come from the first of two column groups, odd ones from the other.
+    const float4* mine = reinterpret_cast<const float4*>(fetched) + (threadIdx.x & 3);
+#pragma unroll
+    for (int i = 0; i < kHeadDimV / 2; i += 8) {
+      const float4 scale = mine[i / 2];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        o[i + j] *= j % 2 == 0 ? scale.x : scale.z;
+        o[i + 4 + j] *= j % 2 == 0 ? scale.y : scale.w;
+      }
+    }
+    return;
+  }
   const float2* mine = reinterpret_cast<const float2*>(fetched) + (threadIdx.x & 3);
 #pragma unroll
   for (int i = 0; i < kHeadDimV / 2; i += 4) {

@@ -29,7 +29,7 @@ constexpr float kSafeSum = kE4m3P ? 400.f : 8192.f;  // less than 2^(kTop + kSla
 // Rows of a block whose p, as floats, are finite move by what the sums say, and their p with them; only rows that
 // overflow are made again (remake.cuh). The largest of a row's four sums becomes kMovedSum, a power of two: where one
 // key outweighs all others, its p is not rounded.
-constexpr bool kMovesBySums = kE4m3P && !kSage;
+constexpr bool kMovesBySums = kE4m3P;
 constexpr float kMovedSum = 16.f;
 constexpr float kFiniteSum = 0x1p100f;  // has a normal reciprocal
 constexpr float kNoReference = 0x1p100f;  // as an offset, which any key outgrows
@@ -165,12 +165,23 @@ struct Softmax {
     for (int i = 0; i < kCount; ++i) p[i] *= correction[i / 2 % 2];
   }
 
+  // Where nothing moves, nobody reads the corrections, but the last ones would stay in their registers.
+  __device__ __forceinline__ void forget_corrections() {
+#pragma unroll
+    for (float& factor : correction) factor = 1.f;
+  }
+
   // Row r, to the maximum of a block.
   __device__ __forceinline__ void move_to_maximum(int r, float x) {
     const float before = offset[r];
     set_reference(r, x);
     correction[r] = ptx::exp2_approx(offset[r] - before);
     l[r] *= correction[r];
+  }
+
+  // Sage: what exponents of a row are made with where not all rows have a reference. One without has none.
+  __device__ __forceinline__ float exponent_offset(int r) const {
+    return kMovesBySums && offset[r] == kNoReference ? 0.f : offset[r];
   }
 
   // A row's reference less kTop, base 2.
@@ -191,7 +202,7 @@ struct Softmax {
       even = fmaxf(even, s[4 * j + 2 * r]);
       odd = fmaxf(odd, s[4 * j + 2 * r + 1]);
     }
-    return kSage ? fmaxf(even, odd) - offset[r] : fmaxf(even, odd);
+    return kSage ? fmaxf(even, odd) - exponent_offset(r) : fmaxf(even, odd);
   }
 
   // By nothing where a row's reference stays: its exponents keep every bit.
@@ -203,7 +214,7 @@ struct Softmax {
 
   template <int kCount>
   __device__ __forceinline__ bool next(float (&s)[kCount], float slack) {
-    const float before[kRowsPerThread] = {offset[0], offset[1]};
+    const float before[kRowsPerThread] = {exponent_offset(0), exponent_offset(1)};
     const bool moved = follow(row_max(s, 0), row_max(s, 1), slack);
     if (kSage && moved) shift(s, {offset[0] - before[0], offset[1] - before[1]});
     add(exponentiate(s));

@@ -4,6 +4,7 @@
 
 #include "common/ptx/mbarrier.cuh"
 #include "config.h"
+#include "mask.cuh"
 #include "tile.cuh"
 
 namespace fmha {
@@ -74,6 +75,7 @@ struct alignas(1024) Storage {
   Tile tiles[kTileSlots];
   StoreRequest store[kConsumers];
   PendingTile pending[kConsumerWarps];
+  Mask masks[kScalesAreTight ? 128 * kConsumers : 0];  // of the threads' current tile
 
   uint32_t counting[kSkipsSoftmax ? kConsumers : 0];  // of a consumer's blocks, the last that a warp knew to count
   bool choices[kSkipsSoftmax ? kConsumers : 0][kChoiceSlots];  // whether a block counts; see chosen

@@ -84,6 +84,10 @@ CALLS = {
         "head_dims=(256, 256), is_causal=False, value=CudaTensor((450, 16, 256), torch.float8_e4m3fn)"
     ),
     "sage": "dtype=torch.int8, **sage(1, 16)",
+    "sage, many keys": "[300, 20], [3000, 50], dtype=torch.int8, **sage(1, 16, (320, 3050))",
+    "sage fp8, many keys, head dims 128": (
+        f"[300, 20], [3000, 50], {FP8}, head_dims=(128, 128), **sage(16, 1, (320, 3050))"
+    ),
     "sage fp8, head dims 256": f"{FP8}, head_dims=(256, 256), window_left=100, **sage(16, 4, dim_v=256)",
     "sage, few rows": (
         "[3], [9000], heads=(16, 2), dtype=torch.int8, **sage(4, 1, (3, 9000), heads=(16, 2), batch=1)"
@@ -443,6 +447,10 @@ def test_dtype_and_head_dims_of_the_kernel(launches: dict[str, Launch], name: st
         ("fp8, window of many keys", True),
         ("fp8, window of few keys", False),
         ("fp8, head dims 256", False),
+        ("sage", False),
+        ("sage, many keys", True),
+        ("sage fp8, many keys, head dims 128", True),
+        ("sage, few rows", True),
     ],
 )
 def test_probabilities_of_the_kernel(launches: dict[str, Launch], name: str, has_e4m3_p: bool) -> None:

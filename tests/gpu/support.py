@@ -70,6 +70,8 @@ TYPES = {
     "fp8 values": Types(torch.bfloat16, E4M3, torch.bfloat16),
     "sage int8": Types(torch.int8, E4M3, torch.bfloat16, sage_blocks=(1, 16)),
     "sage fp8": Types(E4M3, E4M3, torch.bfloat16, sage_blocks=(16, 4)),
+    "sage int8 many keys": Types(torch.int8, E4M3, torch.bfloat16, sage_blocks=(1, 16), max_kv_len=MANY_KEYS),
+    "sage fp8 many keys": Types(E4M3, E4M3, torch.bfloat16, sage_blocks=(16, 4), max_kv_len=MANY_KEYS),
     "bf16, skipping": Types(torch.bfloat16, torch.bfloat16, torch.bfloat16, SKIPPING),
     "fp16, skipping": Types(torch.float16, torch.float16, torch.float16, SKIPPING),
     "fp8, skipping": Types(E4M3, E4M3, torch.bfloat16, SKIPPING),
@@ -126,7 +128,7 @@ class Problem:
 
     @property
     def tolerance(self) -> float:
-        if self.query.dtype == E4M3 and self.has_e4m3_p:
+        if self.query.dtype.itemsize == 1 and self.has_e4m3_p:
             return _E4M3_P_TOLERANCE
         return (_FP8_TOLERANCE if self.query.dtype == E4M3 else TOLERANCE)[self.out_dtype]
 

@@ -44,7 +44,7 @@ def assert_usable(device: torch.device, workspace: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "types",
     [
-        *("bf16", "fp8", "fp8 many keys", "sage fp8"),
+        *("bf16", "fp8", "fp8 many keys", "sage fp8", "sage int8 many keys"),
         *("bf16, skipping", "fp8, skipping", "fp16 softmax", "spcompress"),
     ],
 )
@@ -234,7 +234,11 @@ def test_guard_regions(
         *itertools.product(["bf16", "bf16, skipping", "fp16 softmax"], [math.nan, math.inf, -math.inf]),
         # e4m3 has no infinity
         *itertools.product(
-            ["fp8", "fp8 many keys", "fp8 values", "sage fp8", "fp8, skipping", "spcompress"], [math.nan]
+            [
+                *("fp8", "fp8 many keys", "fp8 values", "sage fp8", "sage fp8 many keys"),
+                *("fp8, skipping", "spcompress"),
+            ],
+            [math.nan],
         ),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cubin_runtime import trtllm_sage_attention_quantize
+from cubin_runtime.many_keys import MANY_KEYS
 from cubin_runtime.quantize import HEAD_DIMS as QUANTIZER_DIMS
 from cubin_runtime.reference import sage_quantize_reference
 from cubin_runtime.request import SAGE_TOKENS
@@ -49,11 +50,17 @@ def with_scales(problem: Problem, index: int, scales: torch.Tensor) -> Problem:
     return problem.with_options(sage_attn_sfs=tuple(given))
 
 
+@pytest.mark.parametrize("max_kv_len", [0, MANY_KEYS], ids=["few", "many"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("query", DTYPES)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_every_block_size(
-    dims: tuple[int, int], query: str, mask: str, device: torch.device, workspace: torch.Tensor
+    dims: tuple[int, int],
+    query: str,
+    mask: str,
+    max_kv_len: int,
+    device: torch.device,
+    workspace: torch.Tensor,
 ) -> None:
     """Tokens and columns behind the last sequence hold NaN."""
     for blocks, (heads, kv_heads) in zip(
@@ -66,7 +73,7 @@ def test_every_block_size(
             dims=dims,
             heads=heads,
             kv_heads=kv_heads,
-            types=Types(DTYPES[query], E4M3, torch.bfloat16, sage_blocks=blocks),
+            types=Types(DTYPES[query], E4M3, torch.bfloat16, sage_blocks=blocks, max_kv_len=max_kv_len),
             padding=21,
             attention_sinks=torch.linspace(-2, 4, heads, device=device),
             bmm2_scale=0.7,
@@ -126,7 +133,7 @@ def test_scales_that_no_quantiser_makes(
     )
     q, k, _, _ = problem.options["sage_attn_sfs"]
     q[:, ::5], k[:, ::3] = 0, 0
-    if types == "sage int8":
+    if TYPES[types].query == torch.int8:
         problem.query[::7], problem.key[::11] = -128, -128
     bmm1_scale = torch.tensor([scale], device=device) if kind == "tensor" else scale
     problem = problem.with_options(bmm1_scale=bmm1_scale)
@@ -159,8 +166,54 @@ def test_logits_that_grow_block_after_block(
     k.copy_(sign * step * (tokens - first_token) / 128)
     problem = problem.with_options(bmm1_scale=1 / dims[0])
     (out, lse), (exact, exact_lse) = call(problem, workspace), expect(problem)
-    assert (out.float() - exact).norm() <= problem.tolerance * exact.norm()
+    # All rows have the same probabilities: what is rounded to 8 bits does not average over them.
+    tolerance = (1.5 if problem.has_e4m3_p else 1) * problem.tolerance
+    assert (out.float() - exact).norm() <= tolerance * exact.norm()
     torch.testing.assert_close(lse, exact_lse, rtol=1e-6, atol=problem.lse_tolerance)
+
+
+@pytest.mark.parametrize(
+    ("keys", "mask"),
+    [(1904, {}), (1904, {"is_causal": True}), (2704, {"is_causal": True, "window_left": 2100})],
+    ids=str,
+)
+@pytest.mark.parametrize("types", SAGE_TYPES)
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_rows_of_a_tile_do_not_move_each_other(
+    dims: tuple[int, int],
+    types: str,
+    keys: int,
+    mask: dict[str, Any],
+    device: torch.device,
+    workspace: torch.Tensor,
+) -> None:
+    """Some keep their references, outgrow them, or overflow: side by side as alone."""
+    nats_above = torch.tensor([0.0, 12.0, 128.0, 224.0], device=device)
+    rows, large = 300, slice(keys - 1504, keys - 1200)
+    in_query, in_key = 112.0, 100.0  # at most
+    kinds = torch.arange(rows, device=device) * 7 % len(nats_above)
+
+    def results(nats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        problem = make_problem(
+            [rows], [keys], device=device, dims=dims, heads=MANY_HEADS, kv_heads=2, types=TYPES[types], **mask
+        )
+        problem.query[..., 0] = (nats / nats_above.max() * in_query)[:, None].to(problem.query.dtype)
+        problem.key[..., 0] = 0
+        problem.key[large] = 0
+        problem.key[large, :, 0] = in_key
+        q_scales, k_scales, _, _ = problem.options["sage_attn_sfs"]
+        block = problem.options["num_elts_per_sage_attn_blk"][1]
+        for scales in (q_scales, k_scales):
+            scales.fill_(scales.abs().mean())
+        k_scales[:, large.start // block : large.stop // block] = (
+            nats_above.max() * math.sqrt(dims[0]) / (in_query * in_key * q_scales[0, 0])
+        )
+        return call(problem, workspace)
+
+    mixed = results(nats_above[kinds])
+    assert mixed[0].isfinite().all()
+    for kind, nats in enumerate(nats_above):
+        assert_same_bits(mixed, results(nats.expand(rows)), rows=kinds == kind)
 
 
 @pytest.mark.parametrize("heads", [4, MANY_HEADS])
@@ -224,7 +277,7 @@ def test_replays_follow_lengths_and_scales(
     )
     for scales in most.options["sage_attn_sfs"][:2]:
         scales.nan_to_num_(nan=float(scales[0, 0]))
-    given = arguments(most, workspace, max_q_len=600, max_kv_len=900)
+    given = arguments(most, workspace, max_q_len=600)
     run(given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -284,8 +337,8 @@ def test_offsets_past_two_to_the_32(device: torch.device, workspace: torch.Tenso
     )
     out = torch.empty(problem.out_shape, dtype=torch.bfloat16, device=device)
     out, lse = call(problem, workspace, out=out)
-    assert_same_bits((out[:3], lse[:3]), call(first, workspace))
-    assert_same_bits((out[-140:], lse[-140:]), call(last, workspace))
+    for rows, alone in ((slice(3), first), (slice(-140, None), last)):
+        assert_same_bits((out[rows], lse[rows]), call(alone, workspace, max_kv_len=problem.max_kv_len))
     assert not out[3:-140].any()
 
 
@@ -332,7 +385,7 @@ def test_what_the_quantiser_makes_is_as_good_as_it_can_be(
         sage_attn_sfs=(q_scale, k_scale, None, v_scale), num_elts_per_sage_attn_blk=(1, 16, 0, 1)
     )
     out, exact, wanted = call(problem, workspace)[0], expect(problem)[0], expect(original)[0]
-    assert (out.float() - exact).norm() <= 1e-2 * exact.norm()
+    assert (out.float() - exact).norm() <= max(1e-2, problem.tolerance) * exact.norm()
 
     def error(actual: torch.Tensor) -> float:
         return float((actual.float() - wanted).norm() / wanted.norm())

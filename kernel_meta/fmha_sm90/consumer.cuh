@@ -71,7 +71,7 @@ class Consumer {
     for (Ring<kTileSlots> slot;; slot.advance()) {
       ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
       const Tile& shared = s.tiles[slot.stage];
-      const Tile tile = read_tile(shared);
+      const Tile tile = read_blocks(shared, lane_);  // the rest stays in the slot: registers are scarce
       if (tile.work == 0) break;
       process(tile, shared);
       arrive(s.tile_empty[slot.stage]);
@@ -83,20 +83,6 @@ class Consumer {
   }
 
  private:
-  // What steers control flow goes through a shuffle: the compiler then knows that the warp does not diverge and
-  // keeps stage indices and descriptors in uniform registers.
-  // What steers the tile's loop; the rest stays in the slot, since registers are scarce. Only the lane that gives the
-  // slot back reads it.
-  __device__ __forceinline__ Tile read_tile(const Tile& shared) const {
-    Tile tile{};
-    if (lane_ == 0) tile = shared;
-    for (int* field : {&tile.q_block, &tile.q_len, &tile.kv_len, &tile.work}) *field = shuffled(*field);
-    if constexpr (kSplit) {
-      for (int* field : {&tile.part, &tile.blocks_per_part}) *field = shuffled(*field);
-    }
-    return tile;
-  }
-
   __device__ __forceinline__ void process(const Tile& tile, const Tile& shared) {
     const int tokens = tile_tokens(params_);
     const int first_token = tile.q_block * tokens + warpgroup_ * params_.tile_tokens;

@@ -85,8 +85,13 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
 
   for (;; slot.advance()) {
     ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
-    const Tile tile = s.tiles[slot.stage];
-    if constexpr (kSage) __syncwarp();
+    Tile tile;
+    if constexpr (kSage) {
+      tile = read_tile<&Tile::q_block, &Tile::q_len, &Tile::kv_len, &Tile::work, &Tile::head, &Tile::kv_start,
+                       &Tile::sequence>(s.tiles[slot.stage], threadIdx.x & 31);
+    } else {
+      tile = s.tiles[slot.stage];
+    }
     if (leader) ptx::mbarrier_arrive(s.tile_empty[slot.stage]);
     if (tile.work == 0) return;
 

@@ -22,6 +22,26 @@ struct alignas(16) Tile {
   int sequence;    // Sage: its number in the batch
 };
 
+// What a warp goes by: fields of a tile, which its first lane reads, the one that gives the slot back. They go through
+// a shuffle: the compiler then knows that the warp does not diverge, and keeps what follows in uniform registers.
+template <int Tile::*... kFields>
+__device__ __forceinline__ Tile read_tile(const Tile& shared, int lane) {
+  Tile tile{};
+  if (lane == 0) tile = shared;
+  ((tile.*kFields = __shfl_sync(~0u, tile.*kFields, 0)), ...);
+  return tile;
+}
+
+// Where its blocks lie; the other fields are the first lane's alone.
+__device__ __forceinline__ Tile read_blocks(const Tile& shared, int lane) {
+  if constexpr (kSplit) {
+    return read_tile<&Tile::q_block, &Tile::q_len, &Tile::kv_len, &Tile::work, &Tile::part,
+                     &Tile::blocks_per_part>(shared, lane);
+  } else {
+    return read_tile<&Tile::q_block, &Tile::q_len, &Tile::kv_len, &Tile::work>(shared, lane);
+  }
+}
+
 // Of all consumers.
 __device__ __forceinline__ int tile_tokens(const Params& params) { return kConsumers * params.tile_tokens; }
 
@@ -63,8 +83,8 @@ __device__ __forceinline__ BlockRange block_range(const Tile& tile, int first, i
 }
 
 // Blocks [begin, end) whose logits are pruned (compress.cuh), the same for both consumers: those of the tiles of 128
-// keys that all of the tile's rows see whole. Rows behind the sequence's end have no say: with them, a window that hides
-// nothing would differ from none.
+// keys that all of the tile's rows see whole. Rows behind the sequence's end have no say: with them, a window that
+// hides nothing would differ from none.
 struct PrunedBlocks {
   int begin, end;
 

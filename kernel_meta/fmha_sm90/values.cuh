@@ -75,8 +75,7 @@ __device__ __forceinline__ void prepare_values(const Params& params, int warp) {
 
   for (;; slot.advance()) {
     ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
-    const Tile tile = s.tiles[slot.stage];
-    __syncwarp();
+    const Tile tile = read_blocks(s.tiles[slot.stage], threadIdx.x & 31);
     if (leader) ptx::mbarrier_arrive(s.tile_empty[slot.stage]);
     if (tile.work == 0) return;
 

@@ -29,10 +29,15 @@ MASKS: dict[str, dict[str, Any]] = {
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 _FP8_TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 3e-3}
 _E4M3_P_TOLERANCE = 3e-2
+# A probability of 8 bits is rounded by up to 2^-4 of it. What that does to a row is the same in all of its
+# columns: only over many rows is the error the mean one.
+_E4M3_P_TOLERANCE_OF_FEW = 2.0**-4
+_FEW_ROWS = 256
 LSE_TOLERANCE = 1e-3
-# The products of 8-bit queries and keys round their sums. An exponential in half precision is off by
-# 2.4e-3 at most: by the rounding of its argument, up to 8, and the instruction's own.
-_ROUNDED_LSE_TOLERANCE = 5e-3
+# The products of 8-bit queries and keys round their sums, to about 13 bits: of the tens of thousands of rows
+# of a call, some see one key, and have its rounding. An exponential in half precision is off by 2.4e-3 at
+# most: by the rounding of its argument, up to 8, and the instruction's own.
+_ROUNDED_LSE_TOLERANCE = 6e-3
 # Scaled 8-bit elements use all of their range, so that sums which cancel have larger terms to round.
 _SAGE_FP8_LSE_TOLERANCE = 1e-2
 WORKSPACE_BYTES = 128 << 20
@@ -391,7 +396,10 @@ def assert_matches(
     (out, lse), (exact, exact_lse) = actual, expected
     for number, rows in enumerate(problem.spans()):
         difference = (out[rows].float() - exact[rows]).norm()
-        limit = problem.tolerance * exact[rows].norm()
+        tolerance = problem.tolerance
+        if tolerance == _E4M3_P_TOLERANCE and exact[rows].shape[:2].numel() < _FEW_ROWS:
+            tolerance = _E4M3_P_TOLERANCE_OF_FEW
+        limit = tolerance * exact[rows].norm()
         assert bool(difference <= limit), (  # NaN fails too
             f"sequence {number} ({problem.q_lens[number]} x {problem.kv_lens[number]}): "
             f"error {float(difference):.3g}, allowed {float(limit):.3g} {context}"

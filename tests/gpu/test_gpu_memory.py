@@ -44,7 +44,7 @@ def assert_usable(device: torch.device, workspace: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "types",
     [
-        *("bf16", "fp8", "fp8 many keys", "sage fp8", "sage int8 many keys"),
+        *("bf16", "fp8", "fp8 many keys", "sage fp8", "sage fp8 many keys"),
         *("bf16, skipping", "fp8, skipping", "fp16 softmax", "spcompress"),
     ],
 )

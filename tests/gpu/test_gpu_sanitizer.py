@@ -24,6 +24,8 @@ def test_compute_sanitizer_finds_nothing(tool: str, device: torch.device) -> Non
             sanitizer,
             f"--tool={tool}",
             "--error-exitcode=9",
+            # Of copies by cp.async it does not see that they arrive at an mbarrier: only Sage's scales are.
+            "--racecheck-memcpy-async=no",
             "--report-api-errors=no",  # cuda.bindings asks old drivers for new functions, which is no error
             "--kernel-name=kernel_substring=fmha",
             sys.executable,

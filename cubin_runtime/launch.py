@@ -17,7 +17,8 @@ from cubin_runtime.module import Loaded
 Buffer = bytes | bytearray | memoryview
 
 # Tags tell a kernel whether a ticket counter in the workspace is of its own launch. Nothing else that may lie
-# there must look like one: they are no small integers, and as floats of 16 or 32 bits NaNs that nobody computes.
+# there must look like one: they are no small integers, and as floats of 16 or 32 bits NaNs that nobody
+# computes.
 _FIRST_TAG = 0xFF90_0000
 _TAGS = 1 << 20
 _tags = itertools.count()

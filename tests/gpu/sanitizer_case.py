@@ -1,11 +1,12 @@
-"""A few small calls of every kernel, for compute-sanitizer:
+"""A few small calls of every kernel of some types, for compute-sanitizer:
 
-compute-sanitizer --tool memcheck python -m tests.gpu.sanitizer_case
+compute-sanitizer --tool memcheck python -m tests.gpu.sanitizer_case bf16 fp8
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 
@@ -29,7 +30,7 @@ def main() -> None:
     """Runs and checks them all, in tensors that are exactly as large as the call may touch."""
     device = torch.device("cuda", 0)
     workspace = make_workspace(device, size=16 << 20)
-    for dims, types, mask, heads in itertools.product(HEAD_DIMS, TYPES, MASKS, FEW_AND_MANY_HEADS):
+    for dims, types, mask, heads in itertools.product(HEAD_DIMS, sys.argv[1:], MASKS, FEW_AND_MANY_HEADS):
         problem = make_problem(
             Q_LENS, KV_LENS, device=device, dims=dims, heads=heads, types=TYPES[types], **MASKS[mask]
         )

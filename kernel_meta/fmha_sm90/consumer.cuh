@@ -786,13 +786,13 @@ class Consumer {
   // ---- skip-softmax: choices, and statistics in shared memory, since registers are scarce
 
   __device__ __forceinline__ void choose(bool counts) {
-    if (keeps_tally()) publish(warpgroup_, choices_made_, counts);
     ++choices_made_;
-    block_counts_ = counts;
+    weighing_ = weighing_ << 1 | counts;
+    if (keeps_tally()) publish(warpgroup_, choices_made_, weighing_);
   }
 
   // Whether p_ holds a block's probabilities, whose product is yet to come.
-  __device__ __forceinline__ bool has_weights() const { return !kSkipsSoftmax || block_counts_; }
+  __device__ __forceinline__ bool has_weights() const { return !kSkipsSoftmax || weighing_ & 1; }
 
   __device__ __forceinline__ bool keeps_tally() const { return (threadIdx.x & 127) == 0; }
 
@@ -844,8 +844,7 @@ class Consumer {
   const int warpgroup_, warp_, lane_;
   Softmax softmax_;
   RunningMaxima maxima_;
-  uint32_t choices_made_ = 0;
-  bool block_counts_ = true;  // the latest choice
+  uint32_t choices_made_ = 0, weighing_ = 1;  // as in Choices
   const bool negative_scale_;
   const float bmm1_scale_;
   const float bmm2_scale_;

@@ -18,8 +18,8 @@ constexpr int kDrawAheadBlocks = 2;
 // A tile's blocks, where V has to wait for the consumers' choices (skip.cuh). K is loaded as far ahead as its stages
 // allow. `first_number`: of the tile's blocks.
 template <class ValueRing, class LoadK, class LoadV>
-__device__ __forceinline__ void load_on_demand(const BlockRange& blocks, uint32_t first_number, Demand& demand,
-                                               ValueRing& v_ring, const LoadK& load_k, const LoadV& load_v) {
+__device__ __forceinline__ void load_on_demand(const BlockRange& blocks, uint32_t first_number, ValueRing& v_ring,
+                                               const LoadK& load_k, const LoadV& load_v) {
   Storage& s = storage();
   auto pass_v = [&](auto& full, auto& empty) {
     ptx::mbarrier_wait(empty[v_ring.stage], v_ring.parity ^ 1);
@@ -40,8 +40,8 @@ __device__ __forceinline__ void load_on_demand(const BlockRange& blocks, uint32_
     // The first block always counts for some row.
     const bool is_first = block == blocks.end - 1;
     // With two stages K would come late. That of this block is free before the choice about it is made.
-    if (kStagesK == 2 && !is_first && !demand.expected(number)) load_keys_to(block - kStagesK);
-    const bool loads = is_first || demand.has_use(number);
+    if (kStagesK == 2 && !is_first && !Demand(number).any) load_keys_to(block - kStagesK);
+    const bool loads = is_first || has_use(number);
     if constexpr (kPreparesValues) {
       ptx::mbarrier_wait(s.landing_empty[v_ring.stage], v_ring.parity ^ 1);
       s.landed[v_ring.stage] = loads;
@@ -81,7 +81,6 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
   Ring<kPreparesValues ? kStagesLanding : kStagesV> v_ring;
   Ring<kTileSlots> slot;
   [[maybe_unused]] uint32_t first_number = 0;  // of a tile's blocks
-  [[maybe_unused]] Demand demand;
 
   for (;; slot.advance()) {
     ptx::mbarrier_wait(s.tile_full[slot.stage], slot.parity);
@@ -130,7 +129,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
     if (leader && count <= kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
     if (count == 0) continue;
     if constexpr (kSkipsSoftmax) {
-      load_on_demand(blocks, first_number, demand, v_ring, load_k, load_v);
+      load_on_demand(blocks, first_number, v_ring, load_k, load_v);
       first_number += count;
       continue;
     }

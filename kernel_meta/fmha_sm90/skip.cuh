@@ -74,51 +74,33 @@ class RunningMaxima {
   float row_[kRowsPerThread];  // infinite behind the sequence's end
 };
 
-// A consumer's choice about a block; one thread of it. Blocks have numbers, counted over all tiles.
-__device__ __forceinline__ void publish(int consumer, uint32_t number, bool counts) {
-  Storage& s = storage();
-  const uint32_t slot = number % kChoiceSlots;
-  s.choices[consumer][slot] = counts;
-  ptx::mbarrier_arrive(s.chosen[consumer][slot]);
+// A consumer's choice about its next block; one thread of it.
+__device__ __forceinline__ void publish(int consumer, uint32_t made, uint32_t weighing) {
+  ptx::store_shared_v2(ptx::shared_address(&storage().choices[consumer]), make_uint2(made, weighing));
 }
 
-// What the consumers say of a block, to the thread that loads V, block after block.
-class Demand {
- public:
-  // Whether a consumer has a use for V, as far as is known. One that has not chosen yet is expected to choose as when
-  // it was last asked in time.
-  __device__ __forceinline__ bool expected(uint32_t number) {
-    ask(number);
-    return any_;
-  }
+// What the consumers say of a block. Blocks have numbers, counted over all tiles.
+struct Demand {
+  bool any;    // to whom it counts; a consumer that has not chosen yet is expected to choose as for the block before
+  bool known;  // all have chosen
 
-  // Whether V has to be loaded.
-  __device__ __forceinline__ bool has_use(uint32_t number) {
-    do {
-      ask(number);
-    } while (!any_ && !known_);
-    return any_;
-  }
-
- private:
-  __device__ __forceinline__ void ask(uint32_t number) {
-    Storage& s = storage();
-    const uint32_t slot = number % kChoiceSlots;
-    any_ = false;
-    known_ = true;
+  __device__ __forceinline__ explicit Demand(uint32_t number) : any(false), known(true) {
 #pragma unroll
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      if (ptx::mbarrier_test(s.chosen[consumer][slot], number / kChoiceSlots % 2)) {
-        counts_[consumer] = s.choices[consumer][slot];
-      } else {
-        known_ = false;
-      }
-      any_ |= counts_[consumer];
+      const uint2 choices = ptx::load_shared_v2(ptx::shared_address(&storage().choices[consumer]));
+      const int age = static_cast<int>(choices.x - 1 - number);  // negative: not made yet
+      any |= choices.y >> max(age, 0) & 1;
+      known &= age >= 0;
     }
   }
-
-  bool counts_[kConsumers] = {};
-  bool any_, known_;
 };
+
+// Whether V of a block has to be loaded.
+__device__ __forceinline__ bool has_use(uint32_t number) {
+  for (;;) {
+    const Demand demand(number);
+    if (demand.any || demand.known) return demand.any;
+  }
+}
 
 }  // namespace fmha

@@ -26,6 +26,12 @@ struct PendingTile {
   int slot;  // split: of its part; negative: the keys are not divided
 };
 
+// Which key blocks a consumer has a use for, counted over all tiles; for the loader of V (skip.cuh).
+struct alignas(8) Choices {
+  uint32_t made;
+  uint32_t weighing;  // the latest 32, one a bit, the last one lowest
+};
+
 // Blocks that a consumer's rows see.
 struct SkipTally {
   uint32_t left_out;
@@ -40,11 +46,6 @@ constexpr int kValueWarps = 2;  // prepare it
 // A block of V as the product takes it: by columns, or transposed by the keys of an instruction.
 using Values = std::conditional_t<kTransposesValues, uint8_t[kTileKV / kStepKeys][kHeadDimV][kStepBytes],
                                   uint16_t[kChunksV][kTileKV][kChunk]>;
-
-// Blocks of which a consumer's choice (skip.cuh) is kept. The loader of V asks about one block at a time: a consumer is
-// at most one further, and no further behind than V has stages.
-constexpr int kChoiceSlots = 8;
-static_assert(kStagesLanding + kStagesV < kChoiceSlots);
 
 // Where Q stays in shared memory until a tile's last Q K^T, the next tile's lands beside it.
 constexpr int kStagesQ = kE4m3P ? 2 : 1;
@@ -69,7 +70,6 @@ struct alignas(1024) Storage {
   ptx::Mbarrier landing_full[kStagesLanding], landing_empty[kStagesLanding];
   ptx::Mbarrier tile_full[kTileSlots], tile_empty[kTileSlots];
   ptx::Mbarrier store_full[kConsumers];
-  ptx::Mbarrier chosen[kSkipsSoftmax ? kConsumers : 0][kChoiceSlots];
   ptx::Mbarrier near_end;  // the loader is about to run out of work: time to draw the next tile
 
   Tile tiles[kTileSlots];
@@ -78,7 +78,7 @@ struct alignas(1024) Storage {
   Mask masks[kScalesAreTight ? 128 * kConsumers : 0];  // of the threads' current tile
 
   uint32_t counting[kSkipsSoftmax ? kConsumers : 0];  // of a consumer's blocks, the last that a warp knew to count
-  bool choices[kSkipsSoftmax ? kConsumers : 0][kChoiceSlots];  // whether a block counts; see chosen
+  Choices choices[kSkipsSoftmax ? kConsumers : 0];
   SkipTally skipped[kSkipsSoftmax ? kConsumers : 0];
   bool landed[kSkipsSoftmax ? kStagesLanding : 0];  // whether the stage holds values
 };
@@ -148,9 +148,7 @@ __device__ __forceinline__ void init_barriers(Storage& s) {
   ptx::mbarrier_init(s.near_end, 1);
   if constexpr (kSkipsSoftmax) {
     for (uint32_t& number : s.counting) number = 0;
-    for (auto& of_consumer : s.chosen) {
-      for (ptx::Mbarrier& barrier : of_consumer) ptx::mbarrier_init(barrier, 1);
-    }
+    for (Choices& choices : s.choices) choices = {0, 1};
     for (SkipTally& tally : s.skipped) tally = {0, 0};
   }
   ptx::fence_mbarrier_init();

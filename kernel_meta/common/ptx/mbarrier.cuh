@@ -48,21 +48,6 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, uint32_t parity
       : "memory");
 }
 
-// Whether that phase is over, without waiting for it.
-__device__ __forceinline__ bool mbarrier_test(Mbarrier& barrier, uint32_t parity) {
-  uint32_t over;
-  asm volatile(
-      "{\n"
-      ".reg .pred over;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, over;\n"
-      "}"
-      : "=r"(over)
-      : "r"(shared_address(&barrier)), "r"(parity)
-      : "memory");
-  return over != 0;
-}
-
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -85,6 +70,17 @@ __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool cond
       : "r"(static_cast<int>(condition)), "r"(id), "r"(threads)
       : "memory");
   return any;
+}
+
+// Eight bytes at once, seen by whoever polls for them.
+__device__ __forceinline__ void store_shared_v2(uint32_t shared, uint2 value) {
+  asm volatile("st.volatile.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared), "r"(value.x), "r"(value.y) : "memory");
+}
+
+__device__ __forceinline__ uint2 load_shared_v2(uint32_t shared) {
+  uint2 value;
+  asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(shared) : "memory");
+  return value;
 }
 
 // Orders this thread's ordinary shared-memory accesses before later ones of the tensor cores and the copy engine.

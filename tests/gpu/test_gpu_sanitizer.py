@@ -21,8 +21,8 @@ def test_compute_sanitizer_finds_nothing(tool: str, device: torch.device) -> Non
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer on PATH")
-    # racecheck does not see that cp.async, by which Sage's scales come, orders what it writes by its arrival at
-    # an mbarrier, nor that choices about blocks are polled for as volatile words.
+    # racecheck does not see that cp.async, by which Sage's scales come, orders what it writes by its arrival
+    # at an mbarrier, nor that choices about blocks are polled for as volatile words.
     unclear = {name for name, each in TYPES.items() if each.sage_blocks or each.options == SKIPPING}
     types = [name for name in TYPES if tool != "racecheck" or name not in unclear]
     finished = subprocess.run(

@@ -6,6 +6,7 @@
 
 #include <climits>
 #include <cstdint>
+#include <type_traits>
 
 namespace sage {
 
@@ -49,23 +50,27 @@ __device__ __forceinline__ void load8(const float* address, float (&values)[kVec
   for (int i = 0; i < kVector; ++i) values[i] = loaded[i];
 }
 
-// The larger magnitudes of two pairs of 16-bit floats, with any signs; NaN is larger than anything.
-template <class Element>
-__device__ __forceinline__ uint32_t larger2(uint32_t a, uint32_t b);
+// An instruction on two pairs of 16-bit floats, for both kinds of them.
+#define SAGE_DEFINE_PAIRWISE(NAME, INSTRUCTION)                                             \
+  template <class Element>                                                                  \
+  __device__ __forceinline__ uint32_t NAME(uint32_t a, uint32_t b) {                        \
+    uint32_t result;                                                                        \
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {                                 \
+      asm(INSTRUCTION ".bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));               \
+    } else {                                                                                \
+      asm(INSTRUCTION ".f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));                \
+    }                                                                                       \
+    return result;                                                                          \
+  }
 
-template <>
-__device__ __forceinline__ uint32_t larger2<__nv_bfloat16>(uint32_t a, uint32_t b) {
-  uint32_t larger;
-  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-}
+// The larger magnitudes, with any signs; NaN is larger than anything.
+SAGE_DEFINE_PAIRWISE(larger2, "max.NaN.xorsign.abs")
 
-template <>
-__device__ __forceinline__ uint32_t larger2<__half>(uint32_t a, uint32_t b) {
-  uint32_t larger;
-  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-}
+// The lesser, and the greater; NaN if one of two is.
+SAGE_DEFINE_PAIRWISE(lesser2, "min.NaN")
+SAGE_DEFINE_PAIRWISE(greater2, "max.NaN")
+
+#undef SAGE_DEFINE_PAIRWISE
 
 template <class Element>
 __device__ __forceinline__ uint4 larger_magnitudes(const uint4& a, const uint4& b) {
@@ -77,43 +82,10 @@ __device__ __forceinline__ uint4 select(bool is_first, const uint4& a, const uin
   return {is_first ? a.x : b.x, is_first ? a.y : b.y, is_first ? a.z : b.z, is_first ? a.w : b.w};
 }
 
-// The lesser of two pairs of 16-bit floats, and the greater; NaN if one of two is.
-template <class Element>
-__device__ __forceinline__ uint32_t lesser2(uint32_t a, uint32_t b);
-template <class Element>
-__device__ __forceinline__ uint32_t greater2(uint32_t a, uint32_t b);
-
-template <>
-__device__ __forceinline__ uint32_t lesser2<__nv_bfloat16>(uint32_t a, uint32_t b) {
-  uint32_t lesser;
-  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(lesser) : "r"(a), "r"(b));
-  return lesser;
-}
-
-template <>
-__device__ __forceinline__ uint32_t lesser2<__half>(uint32_t a, uint32_t b) {
-  uint32_t lesser;
-  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(lesser) : "r"(a), "r"(b));
-  return lesser;
-}
-
-template <>
-__device__ __forceinline__ uint32_t greater2<__nv_bfloat16>(uint32_t a, uint32_t b) {
-  uint32_t greater;
-  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(greater) : "r"(a), "r"(b));
-  return greater;
-}
-
-template <>
-__device__ __forceinline__ uint32_t greater2<__half>(uint32_t a, uint32_t b) {
-  uint32_t greater;
-  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(greater) : "r"(a), "r"(b));
-  return greater;
-}
-
 template <class Element>
 __device__ __forceinline__ uint4 lesser(const uint4& a, const uint4& b) {
-  return {lesser2<Element>(a.x, b.x), lesser2<Element>(a.y, b.y), lesser2<Element>(a.z, b.z), lesser2<Element>(a.w, b.w)};
+  return {lesser2<Element>(a.x, b.x), lesser2<Element>(a.y, b.y), lesser2<Element>(a.z, b.z),
+          lesser2<Element>(a.w, b.w)};
 }
 
 template <class Element>

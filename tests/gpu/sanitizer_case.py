@@ -1,4 +1,4 @@
-"""A few small calls of every kernel of some types, for compute-sanitizer:
+"""A few small calls of every kernel, or of those for some types, for compute-sanitizer:
 
 compute-sanitizer --tool memcheck python -m tests.gpu.sanitizer_case bf16 fp8
 """
@@ -30,7 +30,8 @@ def main() -> None:
     """Runs and checks them all, in tensors that are exactly as large as the call may touch."""
     device = torch.device("cuda", 0)
     workspace = make_workspace(device, size=16 << 20)
-    for dims, types, mask, heads in itertools.product(HEAD_DIMS, sys.argv[1:], MASKS, FEW_AND_MANY_HEADS):
+    chosen = sys.argv[1:] or TYPES
+    for dims, types, mask, heads in itertools.product(HEAD_DIMS, chosen, MASKS, FEW_AND_MANY_HEADS):
         problem = make_problem(
             Q_LENS, KV_LENS, device=device, dims=dims, heads=heads, types=TYPES[types], **MASKS[mask]
         )

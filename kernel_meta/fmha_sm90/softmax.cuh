@@ -54,7 +54,7 @@ struct Sums {
 
 struct Softmax {
   float scale;  // base 2, positive
-  float slack;  // kSlack in units of s
+  float slack;  // kSlack in units of s; kMovesBySums: base 2
   float m[kRowsPerThread];
   float l[kRowsPerThread];           // this thread's part of the row sum
   float offset[kRowsPerThread];      // kTop - scale * m, 0 where no key was visible yet

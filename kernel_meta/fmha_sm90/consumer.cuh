@@ -320,8 +320,9 @@ class Consumer {
     }
     Sums sums = softmax_.exponentiate(s_);
     if constexpr (kSage) softmax_.forget_corrections();
-    const bool moves = __any_sync(~0u, !Softmax::within_reference(sums));
-    if (moves) softmax_.move_by_sums(s_, sums);
+    const float limit = long_sum_.leaves_next() ? kGrownSum : kSafeSum;
+    const bool moves = __any_sync(~0u, !Softmax::within_reference(sums, limit));
+    if (moves) softmax_.move_by_sums(s_, sums, limit);
     ptx::hold_registers(s_);
     output_arrived();
     probabilities_to_operand(s_);

@@ -23,6 +23,8 @@ namespace fmha {
 
 constexpr bool kTakesTurns = kConsumers == 2 && !kE4m3P;
 constexpr bool kFetchesScalesEarly = kSage && !kE4m3P;  // under every Q K^T
+// Where references move by sums, under the next Q K^T; a longer row of Q and K leaves no registers for that.
+constexpr bool kRescalesLate = kHeadDimQK <= 128;
 constexpr int kTurnBarrier = 1;         // + warpgroup: it may issue its products
 constexpr int kWarpgroupBarrier = 3;    // + warpgroup: its 128 threads
 constexpr int kVoteBarrier = 5;         // + warpgroup: its warps have said whether a block counts
@@ -140,6 +142,7 @@ class Consumer {
       } else {
         for (; block >= full_begin; --block) step_by_sums<false>(block, last, tile.kv_len);
       }
+      if constexpr (kRescalesLate) settle_output();
     } else if constexpr (kAssumesReference) {
       for (bool within = true; within && block >= full_begin; --block) {
         within = step_within_reference<Block::whole>(block, last, tile.kv_len);
@@ -311,6 +314,7 @@ class Consumer {
   __device__ __forceinline__ void step_by_sums(int block, int last, int kv_len) {
     take_turn();
     issue_logits();
+    if constexpr (kRescalesLate) settle_output();
     issue_output<Block::whole>(kv_len - (block + 1) * kTileKV);
     if constexpr (kSage && kGrouped) fetch_group_scales();
     ptx::wgmma_wait<1>();
@@ -332,7 +336,14 @@ class Consumer {
     softmax_.add(sums);
     logits_arrived(block == last);
     output_added();
-    if (moves) rescale_output();
+    owes_rescaling_ = moves;
+    if constexpr (!kRescalesLate) settle_output();
+  }
+
+  // What a moved reference owes to O.
+  __device__ __forceinline__ void settle_output() {
+    if (owes_rescaling_) rescale_output();
+    owes_rescaling_ = false;
   }
 
   template <bool kGrouped>
@@ -863,6 +874,7 @@ class Consumer {
   Ring<kStagesK> k_ring_;
   Ring<kStagesV> v_ring_;
   SmallRing<kStagesQ> next_q_{0};
+  bool owes_rescaling_ = false;
   bool pending_ = false;
   int pending_valid_rows_ = 0;
   int first_valid_rows_ = 0;  // of the tile's first block; single consumers only

@@ -34,7 +34,7 @@ static_assert(!kMovesBySums || kMovedSum == 1 << static_cast<int>(kTop));
 // A row moves when one of its sums is above kSafeSum; in blocks where a move costs least, above kGrownSum. So slowly
 // growing logits move all rows in the same blocks.
 constexpr float kSafeSum = kE4m3P ? 400.f : 8192.f;  // less than 2^(kTop + kSlack)
-constexpr float kGrownSum = 128.f;
+constexpr float kGrownSum = 64.f;
 constexpr float kFiniteSum = 0x1p100f;  // has a normal reciprocal
 constexpr float kNoReference = 0x1p100f;  // as an offset, which any key outgrows
 

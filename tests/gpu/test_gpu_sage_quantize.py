@@ -26,6 +26,8 @@ pytestmark = pytest.mark.gpu
 BLOCKS = (1, 4, 16)
 DTYPES = (torch.int8, torch.float8_e4m3fn)
 
+plain_and_smooth = pytest.mark.parametrize("smooth_k", [False, True], ids=["plain", "smooth"])
+
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Guarded]]:
@@ -76,7 +78,7 @@ def check(given: dict[str, Any], results: tuple[torch.Tensor, ...] | None = None
     assert len(results) == len(expected)
 
 
-@pytest.mark.parametrize("smooth_k", [False, True], ids=["plain", "smooth"])
+@plain_and_smooth
 @pytest.mark.parametrize("quantized", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256), (64, 256)], ids=str)
@@ -96,7 +98,7 @@ def test_every_kernel_and_block_size(
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (5, 1), (24, 6), (128, 128)], ids=str)
-@pytest.mark.parametrize("smooth_k", [False, True], ids=["plain", "smooth"])
+@plain_and_smooth
 def test_head_counts(
     heads: tuple[int, int], smooth_k: bool, device: torch.device, guarded: list[Guarded]
 ) -> None:
@@ -104,15 +106,18 @@ def test_head_counts(
         check({**operands([length], [length + 7], heads=heads, device=device), "smooth_k": smooth_k})
 
 
+@plain_and_smooth
 @pytest.mark.parametrize("k_block", BLOCKS)
-def test_many_short_sequences(k_block: int, device: torch.device, guarded: list[Guarded]) -> None:
+def test_many_short_sequences(
+    k_block: int, smooth_k: bool, device: torch.device, guarded: list[Guarded]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 40, (1500,), generator=generator).tolist()
     given = operands(lengths, lengths[::-1], padding=100, device=device)
-    check({**given, "q_block_size": 4, "k_block_size": k_block, "smooth_k": True})
+    check({**given, "q_block_size": 4, "k_block_size": k_block, "smooth_k": smooth_k})
 
 
-@pytest.mark.parametrize("smooth_k", [False, True], ids=["plain", "smooth"])
+@plain_and_smooth
 @pytest.mark.parametrize(("tokens", "heads"), [(16384, 16), (20_000, 9), (65536, 16), (100_000, 1)])
 def test_more_work_than_fits_at_a_time(
     tokens: int, heads: int, smooth_k: bool, device: torch.device, guarded: list[Guarded]
@@ -121,45 +126,52 @@ def test_more_work_than_fits_at_a_time(
     check({**given, "smooth_k": smooth_k})
 
 
-def test_no_tokens(device: torch.device, guarded: list[Guarded]) -> None:
-    check({**operands([], [], device=device), "smooth_k": True})
-    check({**operands([0, 0], [0, 0], padding=3, device=device), "smooth_k": True})
-    check(operands([5], [0], device=device))
-    check(operands([0], [5], device=device))
+@plain_and_smooth
+def test_no_tokens(smooth_k: bool, device: torch.device, guarded: list[Guarded]) -> None:
+    check({**operands([], [], device=device), "smooth_k": smooth_k})
+    check({**operands([0, 0], [0, 0], padding=3, device=device), "smooth_k": smooth_k})
+    check({**operands([5], [0], device=device), "smooth_k": smooth_k})
+    check({**operands([0], [5], device=device), "smooth_k": smooth_k})
 
 
+@plain_and_smooth
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("quantized", DTYPES, ids=str)
 def test_wild_numbers(
-    bad: float, quantized: torch.dtype, device: torch.device, guarded: list[Guarded]
+    bad: float, quantized: torch.dtype, smooth_k: bool, device: torch.device, guarded: list[Guarded]
 ) -> None:
     given = operands([50, 70], [50, 70], device=device)
     for name in ("query", "key", "value"):
         given[name][18, 1, 5] = bad
-    check({**given, "qk_quant_dtype": quantized, "smooth_k": True})
+    check({**given, "qk_quant_dtype": quantized, "smooth_k": smooth_k})
 
 
-def test_lengths_that_are_wrong_do_no_harm(device: torch.device, guarded: list[Guarded]) -> None:
+@plain_and_smooth
+def test_lengths_that_are_wrong_do_no_harm(
+    smooth_k: bool, device: torch.device, guarded: list[Guarded]
+) -> None:
     """Results mean nothing then, but nothing else is touched, and the call ends."""
     given = operands([50, 70], [50, 70], device=device)
     for wrong in ([0, 500, 1000], [-70, 2**31 - 1, -(2**31)], [90, 20, 50]):
         given["cum_seq_lens_q"] = torch.tensor(wrong, dtype=torch.int32, device=device)
         given["cum_seq_lens_kv"] = given["cum_seq_lens_q"]
-        trtllm_sage_attention_quantize(**given, smooth_k=True)
+        trtllm_sage_attention_quantize(**given, smooth_k=smooth_k)
     torch.cuda.synchronize()
 
 
-def test_the_same_bits_every_time(device: torch.device) -> None:
+@plain_and_smooth
+def test_the_same_bits_every_time(smooth_k: bool, device: torch.device) -> None:
     given = operands([20000], [20000], heads=(8, 8), device=device)
-    first = trtllm_sage_attention_quantize(**given, smooth_k=True)
+    first = trtllm_sage_attention_quantize(**given, smooth_k=smooth_k)
     for _ in range(20):
-        again = trtllm_sage_attention_quantize(**given, smooth_k=True)
+        again = trtllm_sage_attention_quantize(**given, smooth_k=smooth_k)
         assert all(same(a, b) for a, b in zip(again, first, strict=True))
 
 
-def test_replays_follow_numbers_and_lengths(device: torch.device) -> None:
+@plain_and_smooth
+def test_replays_follow_numbers_and_lengths(smooth_k: bool, device: torch.device) -> None:
     given = operands([300, 200, 29], [300, 200, 29], padding=PADDING, device=device)
-    given.update(smooth_k=True, q_block_size=4)
+    given.update(smooth_k=smooth_k, q_block_size=4)
     trtllm_sage_attention_quantize(**given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -193,15 +205,16 @@ def test_runs_on_the_current_stream(device: torch.device) -> None:
     check(given, results)
 
 
-def test_calls_side_by_side_do_not_disturb_each_other(device: torch.device) -> None:
+@plain_and_smooth
+def test_calls_side_by_side_do_not_disturb_each_other(smooth_k: bool, device: torch.device) -> None:
     given = operands([30000], [30000], heads=(8, 8), device=device)
-    expected = trtllm_sage_attention_quantize(**given, smooth_k=True)
+    expected = trtllm_sage_attention_quantize(**given, smooth_k=smooth_k)
     torch.cuda.synchronize()
     results: list[tuple[torch.Tensor, ...]] = []
 
     def work() -> None:
         with torch.cuda.stream(torch.cuda.Stream(device)):
-            results.extend(trtllm_sage_attention_quantize(**given, smooth_k=True) for _ in range(10))
+            results.extend(trtllm_sage_attention_quantize(**given, smooth_k=smooth_k) for _ in range(10))
 
     threads = [threading.Thread(target=work) for _ in range(6)]
     for thread in threads:

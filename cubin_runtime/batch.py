@@ -44,16 +44,21 @@ def fetch_all(
     progress    called, from any thread, with the bytes of a file that are there
     done        called, from any thread but one at a time, with each outcome as it comes
 
-    An interrupt stops the transfers under way, and leaves what can be continued.
+    An interrupt stops the transfers and pauses under way, and leaves what can be continued.
     """
     from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
-    fetcher = Fetcher(transfers, target=target, settings=settings)
     ordered = list(artifacts)
     waiting = enumerate(ordered)
     outcomes: dict[int, Outcome] = {}
     stop = threading.Event()
     one_at_a_time = threading.Lock()
+
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise _StoppedError
+
+    fetcher = Fetcher(transfers, target=target, settings=settings, pause=pause)
 
     def bring(artifact: Artifact) -> Outcome:
         def watch(size: int) -> None:

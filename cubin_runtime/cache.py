@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cubin_runtime.errors import ArtifactError, StoreWriteError
 from cubin_runtime.integrity import file_sha256, verify
-from cubin_runtime.locks import locked
+from cubin_runtime.locks import Pause, locked
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.partial import PartialFile, is_part, remove_abandoned
 from cubin_runtime.settings import CACHE_DIR, logger
@@ -73,7 +73,9 @@ class WritableStore(FolderStore):
             partial.commit()
         return self.folder / artifact.key
 
-    def only_writer(self, artifact: Artifact, timeout: float) -> AbstractContextManager[None]:
+    def only_writer(
+        self, artifact: Artifact, timeout: float, pause: Pause = time.sleep
+    ) -> AbstractContextManager[None]:
         """Nothing by default: without it, two writers of one file cost a second download and no more."""
         return contextlib.nullcontext()
 
@@ -102,7 +104,7 @@ class CacheStore(WritableStore):
         self._was_tagged = False
 
     @contextlib.contextmanager
-    def only_writer(self, artifact: Artifact, timeout: float) -> Iterator[None]:
+    def only_writer(self, artifact: Artifact, timeout: float, pause: Pause = time.sleep) -> Iterator[None]:
         """Keeps other processes from downloading the same file, as far as that can be had within `timeout`.
 
         A lock that is not to be had (another user's, a read-only folder, a holder that hangs) costs at most
@@ -112,7 +114,7 @@ class CacheStore(WritableStore):
         with contextlib.ExitStack() as stack:
             try:
                 self._make(folder)
-                stack.enter_context(locked(f"{folder}/{artifact.sha256}.lock", timeout))
+                stack.enter_context(locked(f"{folder}/{artifact.sha256}.lock", timeout, pause))
             except OSError as error:
                 logger.debug("downloading %s without a lock: %s", artifact.name, error)
             yield

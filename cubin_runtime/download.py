@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from cubin_runtime.errors import (
     StoreWriteError,
 )
 from cubin_runtime.integrity import verify
+from cubin_runtime.locks import Pause
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.mirrors import FileMirror, Mirror
 from cubin_runtime.settings import (
@@ -54,6 +56,7 @@ class Fetcher:
 
     transfers  the mirrors
     target     where the files have to be; default: any store of this machine, and if none has it, the cache
+    pause      waits for other processes, and for mirrors that failed
     """
 
     def __init__(
@@ -62,10 +65,12 @@ class Fetcher:
         *,
         target: WritableStore | None = None,
         settings: Settings = settings,
+        pause: Pause = time.sleep,
     ) -> None:
         self._transfers = transfers
         self._target = target
         self._settings = settings
+        self._pause = pause
         self._store = target or CacheStore(settings.cache_dir)
         self._local = LocalStores(settings)
 
@@ -83,12 +88,12 @@ class Fetcher:
         others = [FileMirror(other.folder) for other in here] if target else []
         if not others and not self._transfers.mirrors:
             raise failure(artifact, attempts, self._settings)
-        with store.only_writer(artifact, self._settings.lock_timeout):
+        with store.only_writer(artifact, self._settings.lock_timeout, self._pause):
             # Whoever had the lock before may have brought it.
             if holder(artifact, [store], []):
                 return Fetched(store.name, store.place(artifact), False, "", ())
             with store.receive(artifact) as partial:
-                source = self._transfers.fill(artifact, partial, attempts, progress, others)
+                source = self._transfers.fill(artifact, partial, attempts, progress, others, self._pause)
                 if source is None:
                     raise failure(artifact, attempts, self._settings)
                 path = partial.commit()

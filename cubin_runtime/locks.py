@@ -6,8 +6,11 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+Pause = Callable[[float], None]
+"""Waits so many seconds, like time.sleep; may raise something to end what waits."""
 
 _POLL = 0.05  # seconds
 
@@ -24,7 +27,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 @contextlib.contextmanager
-def locked(path: str | Path, timeout: float) -> Iterator[None]:
+def locked(path: str | Path, timeout: float, pause: Pause = time.sleep) -> Iterator[None]:
     """Holds the lock of a file, which is made if need be and stays.
 
     Raises TimeoutError after `timeout` seconds, another OSError where there can be no lock.
@@ -37,7 +40,7 @@ def locked(path: str | Path, timeout: float) -> Iterator[None]:
                 raise OSError(f"the file system of {path} has no locks")
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"{path} was locked for {timeout} seconds")
-            time.sleep(_POLL)
+            pause(_POLL)
         yield
     finally:
         os.close(descriptor)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from cubin_runtime.errors import ArtifactError, DownloadError, IntegrityError
 from cubin_runtime.integrity import Checker
+from cubin_runtime.locks import Pause
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.mirrors import Body, Mirror, MissingError, TransientError
 from cubin_runtime.partial import KEEP_FROM
@@ -80,24 +81,28 @@ class Transfers:
         attempts: list[Attempt],
         progress: Progress = lambda size: None,
         first: Sequence[Mirror] = (),
+        pause: Pause = lambda seconds: time.sleep(seconds),
     ) -> str | None:
         """Completes `sink` with verified bytes, and returns where from; None if no mirror has them.
 
         sink        may begin with bytes of an earlier transfer, right or wrong
         attempts    takes what the mirrors answered that were asked in vain
         first       folders of this machine, asked before the mirrors
+        pause       waits until a mirror that failed is asked again
         """
         if _is_complete(artifact, sink):
             return "what an earlier download left"
         mirrors = sorted(self.mirrors, key=lambda mirror: mirror.location in self._out_of_reach)
         for kind, mirror in (*(("local", each) for each in first), *(("mirror", each) for each in mirrors)):
             try:
-                return self._fill_from(mirror, artifact, sink, progress)
+                return self._fill_from(mirror, artifact, sink, progress, pause)
             except ArtifactError as error:  # noqa: PERF203  one of few, and slow by itself
                 attempts.append(Attempt(kind, str(error), isinstance(error, IntegrityError)))
         return None
 
-    def _fill_from(self, mirror: Mirror, artifact: Artifact, sink: Sink, progress: Progress) -> str:
+    def _fill_from(
+        self, mirror: Mirror, artifact: Artifact, sink: Sink, progress: Progress, pause: Pause
+    ) -> str:
         waits = iter(() if mirror.location in self._out_of_reach else BACKOFF)
         clean_start = False
         while True:
@@ -117,7 +122,7 @@ class Transfers:
                 if wait is None or failure.pause > MAX_PAUSE:
                     self._out_of_reach.add(mirror.location)
                     raise DownloadError(str(failure)) from failure
-                time.sleep(failure.pause + _jittered(wait))
+                pause(failure.pause + _jittered(wait))
             else:
                 self._out_of_reach.discard(mirror.location)
                 return f"{mirror.location}/{path}"

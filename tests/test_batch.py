@@ -11,8 +11,9 @@ import pytest
 
 from cubin_runtime import batch
 from cubin_runtime.batch import Outcome, fetch_all
+from cubin_runtime.locks import locked
 from cubin_runtime.manifest import Artifact
-from cubin_runtime.mirrors import Body, MissingError
+from cubin_runtime.mirrors import Body, MissingError, TransientError
 from cubin_runtime.settings import Settings
 from cubin_runtime.transfer import Transfers
 
@@ -96,6 +97,34 @@ def test_an_error_that_is_not_about_a_file_ends_the_batch(settings: Settings) ->
     with pytest.raises(BrokenPipeError):
         fetch_all(ARTIFACTS, Transfers([mirror], 5), settings=settings, jobs=2, done=done)
     assert len(mirror.asked) < len(ARTIFACTS)
+
+
+class Busy(Memory):
+    """A mirror that has the first file, and asks to come back later for all others."""
+
+    @contextlib.contextmanager
+    def open(self, path: str, artifact: Artifact, start: int) -> Iterator[Body]:
+        if artifact is not ARTIFACTS[0]:
+            raise TransientError("busy", pause=20)
+        time.sleep(0.1)  # so that others wait meanwhile
+        with super().open(path, artifact, start) as body:
+            yield body
+
+
+@pytest.mark.parametrize("locks", [False, True], ids=["for a mirror", "for other processes"])
+def test_the_end_of_a_batch_ends_the_waiting(settings: Settings, tmp_path: Path, locks: bool) -> None:
+    def done(outcome: Outcome) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.ExitStack() as stack:
+        if locks:
+            (tmp_path / "locks").mkdir()
+            for artifact in ARTIFACTS[1:]:
+                stack.enter_context(locked(tmp_path / "locks" / f"{artifact.sha256}.lock", 0))
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            fetch_all(ARTIFACTS, Transfers([Busy()], 5), settings=settings, jobs=4, done=done)
+    assert time.monotonic() - began < 10
 
 
 def test_no_files_are_no_outcomes(settings: Settings) -> None:

@@ -216,7 +216,8 @@ def test_a_batch_does_not_wait_for_a_dead_mirror_again(
         transfers = Transfers([HttpMirror(url, 5, session) for url in urls], 5)
         for number in range(3):
             store = WritableStore("destination", tmp_path / str(number))
-            fetched = Fetcher(transfers, target=store, settings=settings).fetch(ARTIFACT)
+            fetcher = Fetcher(transfers, target=store, settings=settings, pause=sleeps.append)
+            fetched = fetcher.fetch(ARTIFACT)
             assert fetched.source == f"{urls[1]}/{ARTIFACT.key}"
     assert [path.split("/")[1] for path in server.paths] == ["dead"] * 5 + ["good"] * 3
     assert len(sleeps) == len(transfer.BACKOFF)

@@ -57,6 +57,8 @@ class MirrorSession(requests.Session):
     def __init__(self, settings: Settings, connections: int = 1) -> None:
         super().__init__()
         self.max_redirects = MAX_REDIRECTS
+        for scheme in ("https://", "http://"):  # to follow redirects with
+            self.mount(scheme, HTTPAdapter(pool_maxsize=connections))
         self.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # and thus none
         self._settings = settings
         self._tokens = settings.tokens

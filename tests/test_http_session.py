@@ -14,7 +14,7 @@ from http_server import Reply, ScriptedServer, serving
 from cubin_runtime import transfer
 from cubin_runtime.errors import DownloadError
 from cubin_runtime.fetch import obtain
-from cubin_runtime.http_session import MAX_REDIRECTS, MirrorSession
+from cubin_runtime.http_session import MAX_REDIRECTS, MirrorSession, pieces
 from cubin_runtime.manifest import Artifact
 from cubin_runtime.settings import Settings
 
@@ -130,6 +130,16 @@ def test_a_redirect_within_the_host_keeps_them(server: ScriptedServer, get: Get)
     url = server.script("m", redirect(f"/x/{PATH}"))
     assert get(url, TOKENS=f"{host(server)}=secret") == DATA
     assert sent(server) == ["Bearer secret", "Bearer secret"]
+
+
+def test_redirects_keep_as_many_connections_as_are_asked_for(
+    server: ScriptedServer, other: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = server.script("m", redirect(f"{other.script('x', OK)}/{PATH}"))
+    with MirrorSession(Settings({}), connections=12) as session:
+        answers = [session.fetch(url, PATH, 5) for _ in range(12)]
+        assert all(b"".join(pieces(answer)) == DATA for answer in answers)
+    assert [record.getMessage() for record in caplog.records] == []  # of one that is thrown away
 
 
 def test_a_redirect_to_plain_http_is_refused(server: ScriptedServer, get: Get) -> None:

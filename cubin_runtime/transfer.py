@@ -65,6 +65,8 @@ class MemorySink:
 class Transfers:
     """Asks mirrors in order. One that was out of reach is asked last from then on, and no longer patiently.
 
+    One that had a file only where its publisher has it is asked for the next one there first.
+
     mirrors  in the order of preference
     timeout  seconds that a transfer may take beyond what its size takes at MIN_RATE
     """
@@ -73,6 +75,7 @@ class Transfers:
         self.mirrors = mirrors
         self._timeout = timeout
         self._out_of_reach: set[str] = set()
+        self._as_published: set[str] = set()
 
     def fill(
         self,
@@ -129,12 +132,15 @@ class Transfers:
 
     def _receive(self, mirror: Mirror, artifact: Artifact, sink: Sink, progress: Progress) -> str:
         """One try; returns the path that the mirror has the file under."""
-        *others, last = artifact.paths
+        is_flipped = mirror.location in self._as_published
+        *others, last = reversed(artifact.paths) if is_flipped else artifact.paths
         for path in others:
             with contextlib.suppress(MissingError):
                 self._receive_path(mirror, path, artifact, sink, progress)
                 return path
         self._receive_path(mirror, last, artifact, sink, progress)
+        if others:  # the next files are where this one is, mostly
+            (self._as_published.discard if is_flipped else self._as_published.add)(mirror.location)
         return last
 
     def _receive_path(

@@ -237,6 +237,29 @@ def test_a_mirror_that_recovers_is_asked_first_again(server: ScriptedServer, sle
     assert [path[1] for path in server.paths[5:]] == ["b", "b", "a", "a"]
 
 
+def test_the_layout_of_the_last_file_is_tried_first(server: ScriptedServer) -> None:
+    small = [bytes([number]) * 1000 for number in range(4)]
+    files = [
+        Artifact(
+            name=f"k{number}",
+            set_name="s",
+            version="1",
+            sha256=hashlib.sha256(data).hexdigest(),
+            size=len(data),
+            published=f"its/k{number}.cubin",
+        )
+        for number, data in enumerate(small)
+    ]
+    theirs, ours = [f"/m/{each.published}" for each in files], [f"/m/{each.key}" for each in files]
+    places = [theirs[0], theirs[1], ours[2], ours[3]]
+    url = server.script_paths("m", {place: Reply(data) for place, data in zip(places, small, strict=True)})
+    with MirrorSession(Settings({})) as session:
+        transfers = Transfers([HttpMirror(url, 5, session)], 5)
+        for each, place in zip(files, places, strict=True):
+            assert transfers.fill(each, MemorySink(), []) == f"{url}{place[2:]}"
+    assert server.paths == [ours[0], theirs[0], theirs[1], theirs[2], ours[2], ours[3]]
+
+
 def test_fetch_says_what_it_did(server: ScriptedServer, tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     urls = [server.script("a", Reply(status=404)), server.script("b", WHOLE)]

@@ -1,4 +1,4 @@
-"""The rule that sends calls with few query rows to kernels that divide the keys among blocks."""
+"""The rule that sends calls with few query rows to kernels that divide their keys, among blocks or in one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SMALL_TILE = 64
 _LARGE_TILE = 128
 FEW_KEYS = 2048
 """Up to so many keys, reading them again for every small tile costs less than idle multiprocessors, and
-dividing them costs more than it saves."""
+dividing them among blocks costs more than it saves."""
 
 
 class FewRows(NamedTuple):
@@ -23,13 +23,14 @@ class FewRows(NamedTuple):
     reason: str
 
 
-@functools.lru_cache(maxsize=64)  # selection asks once for every split row
+@functools.lru_cache(maxsize=64)  # selection asks once for every row of such kernels
 def few_rows(request: KernelRequest) -> FewRows | None:
-    """The split tile for the request; None = it has many query rows, or does not say how many.
+    """The tile for the request; None = it has many query rows, or does not say how many.
 
     The rows of all heads that share a kv head are packed into tiles. Where tiles of 128 leave multiprocessors
-    idle and the keys are many, a kernel is taken that divides them. Few keys are not divided: then it is one
-    with tiles of 64, if these leave some idle, too, so that nothing but the number of tiles decides.
+    idle and the keys are many, a kernel is taken that divides them among blocks. Few keys stay in one block,
+    whose consumers divide those of 16 bits: then it is a kernel with tiles of 64, if these leave some idle,
+    too, so that nothing but the number of tiles decides.
     """
     if request.batch_size is None or request.max_q_len is None:
         return None
@@ -44,7 +45,7 @@ def few_rows(request: KernelRequest) -> FewRows | None:
 
 
 def packed_heads(group: int) -> int:
-    """How many of the `group` heads that share a kv head lie in one tile of a split kernel."""
+    """How many of the `group` heads that share a kv head lie in one tile of a kernel for few rows."""
     return max(n for n in range(1, _SMALL_TILE + 1) if group % n == 0)
 
 

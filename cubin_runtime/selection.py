@@ -31,7 +31,9 @@ FAMILIES = {
 _DISTANCE = {"arch": 2, "backend": 2, "blocked": 0}
 
 _FAMILY_OF_SUFFIX = {"a": 2, "f": 1, "": 0}
-_RANK_OF_SCHEDULER = {"split": 2, "persistent": 1, "static": 0}
+_RANK_OF_SCHEDULER = {"split": 2, "pair": 2, "persistent": 1, "static": 0}
+
+_FOR_FEW_ROWS = ("split", "pair")
 
 _FLAGS = ("use_fp16_softmax", "uses_spcompress", "skips_softmax")
 
@@ -274,12 +276,12 @@ def _work_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]
     if row.e4m3_p and not many_keys(request):
         message = f"e4m3_p: this kernel is for {MANY_KEYS} keys and more, the call has {request.max_kv_len}"
         yield Mismatch("e4m3_p", str(request.max_kv_len), str(MANY_KEYS), message)
-    if row.scheduler != "split":
+    if row.scheduler not in _FOR_FEW_ROWS:
         return
     wanted = few_rows(request)
     if wanted is None:
         message = "scheduler: this kernel is for few query rows (batch_size, max_q_len), the call has many"
-        yield Mismatch("scheduler", "many query rows", "split, for few query rows", message)
+        yield Mismatch("scheduler", "many query rows", f"{row.scheduler}, for few query rows", message)
     elif row.tile_q != wanted.tile_q:
         message = f"tile_q: this kernel has {row.tile_q}-row tiles, {wanted.reason}"
         yield Mismatch("tile_q", str(wanted.tile_q), str(row.tile_q), message)
@@ -321,9 +323,9 @@ def _why_chosen(request: KernelRequest, accepted: list[KernelRow]) -> str:
     winner, *others = accepted
     if not others:
         return "the only kernel that fits"
-    if _specificity(winner) == _specificity(others[0]) and winner.scheduler == "split":
+    if _specificity(winner) == _specificity(others[0]) and winner.scheduler in _FOR_FEW_ROWS:
         wanted = few_rows(request)
-        assert wanted is not None  # else no split row fits
+        assert wanted is not None  # else no such row fits
         return f"made for few query rows: {wanted.reason}"
     if _preference(winner) == _preference(others[0]):
         return f"the first in the tables of {len(accepted)} kernels that fit"

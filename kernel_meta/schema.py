@@ -23,11 +23,13 @@ class Scheduler(str, enum.Enum):
     static       one tile per block
     persistent   blocks stay and draw tiles
     split        persistent, over parts of the keys, for few query rows: see cubin_runtime/few_rows.py
+    pair         persistent, the keys of a tile divided inside of a block, for few query rows, too
     """
 
     STATIC = "static"
     PERSISTENT = "persistent"
     SPLIT = "split"
+    PAIR = "pair"
 
     def __str__(self) -> str:
         return self.value

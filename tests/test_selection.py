@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cubin_runtime.errors import InvalidArgumentError, NoKernelError
+from cubin_runtime.few_rows import FEW_KEYS
 from cubin_runtime.many_keys import MANY_KEYS, without_lengths
 from cubin_runtime.request import SAGE_ANY, SAGE_OFF, Architecture, Capability, DType, KernelRequest, MaskType
 from cubin_runtime.selection import FAMILIES, Selection, select
@@ -422,6 +423,21 @@ def test_few_keys_keep_more_bits_of_the_probabilities() -> None:
     split = make_row(scheduler=Scheduler.SPLIT, tile_q=64)  # few query rows count first
     few = make_request(batch_size=1, max_q_len=1, max_kv_len=MANY_KEYS)
     assert select(few, [for_many, plain, split]).row is split
+
+
+def test_few_rows_over_few_keys_get_a_pair() -> None:
+    plain, pair = make_row(), make_row(scheduler=Scheduler.PAIR, tile_q=64)
+    split = make_row(scheduler=Scheduler.SPLIT)
+    few = {"num_heads_q": 16, "num_heads_kv": 16, "batch_size": 1, "max_q_len": 512}
+    selection = select(make_request(**few, max_kv_len=FEW_KEYS), [plain, split, pair])
+    assert selection.row is pair
+    tiles = "no more than 128 64-row tiles for 132 multiprocessors"
+    assert selection.reason == f"made for few query rows: {tiles}"
+    assert "this kernel has 128-row tiles" in selection.explain()
+    assert select(make_request(**few, max_kv_len=FEW_KEYS + 1), [plain, split, pair]).row is split
+    many = select(make_request(**{**few, "max_q_len": 577}, max_kv_len=FEW_KEYS), [plain, split, pair])
+    assert many.row is plain
+    assert "this kernel is for few query rows (batch_size, max_q_len), the call has many" in many.explain()
 
 
 @given(kernel_requests(), st.lists(kernel_rows(), max_size=8))

@@ -42,6 +42,7 @@ _DIVIDED = struct.Struct("<4Q")
 _COMBINE = struct.Struct("<32s 4Q 32s f 20s")
 _COMBINE_SHAPE = struct.Struct("<5i")
 
+_FOR_FEW_ROWS = (Scheduler.SPLIT, Scheduler.PAIR)
 _WARPGROUP_ROWS = 64
 _SPAN = 128  # bytes of a row that lie together in shared memory, under the widest swizzle
 _WHOLE_ROWS = 0  # of a box: all spans of a row
@@ -74,7 +75,7 @@ class _Tiling(NamedTuple):
         split = row.scheduler is Scheduler.SPLIT
         # A tile of few rows may leave some unused; others are filled. Those pruned together have one head.
         filled = 1 if row.uses_spcompress else math.gcd(group, _WARPGROUP_ROWS)
-        tile_heads = packed_heads(group) if split else filled
+        tile_heads = packed_heads(group) if row.scheduler in _FOR_FEW_ROWS else filled
         tile_tokens = _WARPGROUP_ROWS // tile_heads
         tokens = row.tile_q // _WARPGROUP_ROWS * tile_tokens
         tiles = num_heads_q // tile_heads * min(total_q, total_q // tokens + problem.batch_size)
@@ -120,7 +121,8 @@ class FmhaSm90Call:
         sm_count = kernel.device.sm_count
         tiling = _Tiling.of(problem, row, sm_count)
         packed = (tiling.tile_tokens, tiling.tile_heads)
-        query_box = (*packed, 1 if row.scheduler is Scheduler.SPLIT else _WHOLE_ROWS)
+        in_chunks = row.scheduler is Scheduler.SPLIT or math.prod(packed) < _WARPGROUP_ROWS
+        query_box = (*packed, 1 if in_chunks else _WHOLE_ROWS)
         keys = (row.tile_kv, 1, _WHOLE_ROWS)
         # Values that are converted do not go to the matrix unit as they land (values.cuh).
         converts = row.dtype_v.bytes == 1 and not row.e4m3_p

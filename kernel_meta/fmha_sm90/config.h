@@ -8,7 +8,7 @@ namespace fmha {
 
 using DType = ptx::Element;
 enum class MaskType { dense, causal, sliding };
-enum class Scheduler { persistent, split };
+enum class Scheduler { persistent, split, pair };
 
 constexpr DType kQueryType = DTYPE_Q;  // and that of the keys
 constexpr DType kValueType = DTYPE_V;
@@ -31,6 +31,11 @@ constexpr bool kE4m3P = E4M3_P;
 constexpr bool kSplit = SCHEDULER == Scheduler::split;
 static_assert(!kSplit || kMask != MaskType::sliding, "a window leaves few keys to divide");
 static_assert(!kSplit || !kSkipsSoftmax, "a part does not know the running maximum of the others");
+
+// Few query rows over few keys: two consumers of a block have the same rows, and each half of their keys (pair.cuh).
+constexpr bool kPairs = SCHEDULER == Scheduler::pair;
+
+constexpr bool kLeavesRows = kSplit || kPairs;  // some of a tile may be unused
 
 static_assert(DTYPE_K == kQueryType, "Q and K are the operands of one product");
 static_assert(ptx::kElementBytes<kOutType> == 2);
@@ -66,16 +71,19 @@ constexpr int kStepBytes = 32;  // of a row of Q or K: the K of one instruction
 constexpr int kStepKeys = kStepBytes / ptx::kElementBytes<kProductType>;  // of P V
 
 constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup: the M of wgmma
-constexpr int kConsumers = kTileQ / kWarpgroupRows;
-static_assert(kConsumers == 1 || kConsumers == 2, "two consumers take turns, one has nobody to wait for");
-constexpr bool kSeamless = kConsumers == 2;  // the last products of a tile run beside the first ones of the next
+constexpr int kRowGroups = kTileQ / kWarpgroupRows;  // of a tile
+static_assert(kRowGroups == 1 || kRowGroups == 2, "two groups take turns, one has nobody to wait for");
+static_assert(!kPairs || kRowGroups == 1, "a pair shares its rows");
+constexpr int kConsumers = kPairs ? 2 : kRowGroups;
+constexpr int kShares = kConsumers / kRowGroups;  // of a tile's keys
+constexpr bool kSeamless = kRowGroups == 2;  // the last products of a tile run beside the first ones of the next
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = 128 * (kConsumers + 1);
 
 static_assert(kTileKV % 16 == 0 && kTileKV % kStepKeys == 0,
               "a chunk of K or V starts on a swizzle atom, and P V takes so many keys at a time");
 
-// Chunks that one copy of Q moves. Rows that do not fill a chunk's 64 (split only) would shift the next chunk.
+// Chunks that one copy of Q moves, where its rows fill a chunk's 64: others would shift the next chunk.
 constexpr int kQueryBoxChunks = kSplit ? 1 : kChunksQK;
 
 // Q in registers halves what a product reads from shared memory, and frees Q's for the output. It does not fit beside
@@ -90,14 +98,15 @@ constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1 && kQFits &
 constexpr bool kScalesAreTight = kSage && kE4m3P && kMask == MaskType::sliding;
 
 // The warps that would store staged output prepare values, where there are any to prepare.
-constexpr bool kStagesOutput = kQInRegisters && !kSplit && !kPreparesValues;
+constexpr bool kStagesOutput = kQInRegisters && !kSplit && !kPairs && !kPreparesValues;
 
 // A multiprocessor has 65,536 registers; setmaxnreg takes multiples of 8. With 48 registers of Q two consumers need
-// the last eight, and the scheduler warp spills a little instead, off every critical path. Beside one consumer there
+// the last eight, and the scheduler warp spills a little instead, off every critical path. With tiles of 64 rows there
 // are enough, and short work waits for the producers.
 constexpr bool kConsumersAreTight = kQInRegisters && kRowBytesQK > 256;
-constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumersAreTight ? 24 : 40;
-constexpr int kConsumerRegisters = kBlocksPerSM == 2 ? 200 : kConsumers == 1 || kConsumersAreTight ? 240 : 232;
+constexpr int kProducerRegisters = kRowGroups == 1 ? 56 : kConsumersAreTight ? 24 : 40;
+constexpr int kConsumerRegisters =
+    kBlocksPerSM == 2 ? 200 : kPairs ? 224 : kConsumers == 1 || kConsumersAreTight ? 240 : 232;
 static_assert(kBlocksPerSM * 128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "register file");
 
 // Columns of one P V product. Registers at launch bound the operands of an instruction, whatever setmaxnreg adds.

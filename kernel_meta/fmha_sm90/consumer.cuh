@@ -2,8 +2,8 @@
 //
 // The loop runs over tiles without a seam. While the softmax of block n runs, the tensor cores work on Q K of this
 // block and P V of the one before; at a tile's end the partner of P V is the first Q K of the next tile, and the
-// finished tile is written after that block's softmax. Until then it is `pending`. A single consumer (split, small
-// tiles) has about one tile, and finishes it at once.
+// finished tile is written after that block's softmax. Until then it is `pending`. Of tiles of 64 rows a block has
+// about one, and finishes it at once.
 //
 // Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs under the other's. Where
 // both products are of 8-bit elements, they are too short for that.
@@ -15,13 +15,14 @@
 #include "epilogue.cuh"
 #include "long_sum.cuh"
 #include "mask.cuh"
+#include "pair.cuh"
 #include "remake.cuh"
 #include "sage.cuh"
 #include "skip.cuh"
 
 namespace fmha {
 
-constexpr bool kTakesTurns = kConsumers == 2 && !kE4m3P;
+constexpr bool kTakesTurns = kRowGroups == 2 && !kE4m3P;
 constexpr bool kFetchesScalesEarly = kSage && !kE4m3P;  // under every Q K^T
 // Where references move by sums, under the next Q K^T; a longer row of Q and K leaves no registers for that.
 constexpr bool kRescalesLate = kHeadDimQK <= 128;
@@ -65,7 +66,9 @@ class Consumer {
         softmax_(kSage ? 1.f : fmaxf(fabsf(bmm1_scale) * kLog2E, __FLT_MIN__)),
         negative_scale_(!kSage && bmm1_scale < 0.f),
         bmm1_scale_(bmm1_scale),
-        bmm2_scale_(bmm2_scale) {}
+        bmm2_scale_(bmm2_scale) {
+    if constexpr (kPairs) k_ring_.stage = v_ring_.stage = warpgroup;
+  }
 
   __device__ __forceinline__ void run() {
     Storage& s = storage();
@@ -87,9 +90,10 @@ class Consumer {
  private:
   __device__ __forceinline__ void process(const Tile& tile, const Tile& shared) {
     const int tokens = tile_tokens(params_);
-    const int first_token = tile.q_block * tokens + warpgroup_ * params_.tile_tokens;
-    const BlockRange shared_blocks = block_range(tile, tile.q_block * tokens, tokens, params_);
-    const BlockRange blocks = block_range(tile, first_token, params_.tile_tokens, params_);
+    const int first_token = tile.q_block * tokens + row_group() * params_.tile_tokens;
+    const BlockRange tile_blocks = block_range(tile, tile.q_block * tokens, tokens, params_);
+    const BlockRange shared_blocks = share_of(tile_blocks, warpgroup_);
+    const BlockRange blocks = share_of(block_range(tile, first_token, params_.tile_tokens, params_), warpgroup_);
 
     // Blocks that only the other warpgroup's rows see: later ones are skipped; earlier ones (of a sliding window) are
     // at most one, and are computed, masked.
@@ -98,6 +102,7 @@ class Consumer {
     for (int block = shared_blocks.end - 1; block >= max(blocks.end, last); --block) skip_block();
     if (blocks.empty()) {
       flush_pending();
+      if (kPairs && !tile_blocks.empty()) skip_query();
       if (first_token < tile.q_len) finish_without_keys(shared, first_token);
       return;
     }
@@ -348,7 +353,7 @@ class Consumer {
 
   template <bool kGrouped>
   __device__ __forceinline__ auto logits_anew() const {
-    const WarpLogits logits(storage().q[q_stage()][warpgroup_], storage().k[k_ring_.stage]);
+    const WarpLogits logits(storage().q[q_stage()][row_group()], storage().k[k_ring_.stage]);
     if constexpr (kSage) {
       return ScaledLogits<kGrouped>(logits, key_scales(), softmax_.row_scale);
     } else {
@@ -475,7 +480,7 @@ class Consumer {
           Product::template rs<ptx::Major::K, true>(s, q_[4 * i], q_[4 * i + 1], q_[4 * i + 2], q_[4 * i + 3], b);
         }
       } else {
-        const uint64_t q = ptx::matrix_descriptor<kSpanQK>(ptx::shared_address(storage().q[q_stage()][warpgroup_]), 0);
+        const uint64_t q = ptx::matrix_descriptor<kSpanQK>(ptx::shared_address(storage().q[q_stage()][row_group()]), 0);
         const uint64_t a = ptx::advance_descriptor(q, chunk * (kWarpgroupRows * kSpanQK) + step);
         if (i == 0) {
           Product::template ss<false>(s, a, b);
@@ -683,7 +688,7 @@ class Consumer {
 
   __device__ __forceinline__ void wait_for_query() {
     Storage& s = storage();
-    ptx::mbarrier_wait(s.q_full[next_q_.stage()][warpgroup_], next_q_.parity());
+    ptx::mbarrier_wait(s.q_full[next_q_.stage()][row_group()], next_q_.parity());
     next_q_.advance();
     if constexpr (kStagesQ > 1) next_q_.position = shuffled(next_q_.position);
     if constexpr (kQInRegisters) {
@@ -695,7 +700,7 @@ class Consumer {
 
   __device__ __forceinline__ void load_query_registers() {
     const int row = warp_ * 16 + (lane_ & 15);
-    const uint32_t row_address = ptx::shared_address(storage().q[q_stage()][warpgroup_]) + row * kSpanQK;
+    const uint32_t row_address = ptx::shared_address(storage().q[q_stage()][row_group()]) + row * kSpanQK;
     // The swizzle permutes a span's 16-byte units by the number of the 128-byte line that they lie in.
     constexpr int kUnits = kSpanQK / 16;
     const uint32_t pattern = row * kSpanQK / 128 % kUnits;
@@ -716,16 +721,29 @@ class Consumer {
 
   // The softmax wants a positive scale.
   __device__ __forceinline__ void negate_query_in_place() {
-    uint32_t* words = reinterpret_cast<uint32_t*>(storage().q[q_stage()][warpgroup_]);
-    for (int i = threadIdx.x & 127; i < kQBytes / 4; i += 128) words[i] ^= kSignBits;
+    uint32_t* words = reinterpret_cast<uint32_t*>(storage().q[q_stage()][row_group()]);
+    constexpr int kThreads = 128 * kShares;
+    for (int i = threadIdx.x & (kThreads - 1); i < kQBytes / 4; i += kThreads) words[i] ^= kSignBits;
     ptx::fence_proxy_async();
-    ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
+    if constexpr (kPairs) {
+      wait_for_both();
+    } else {
+      ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
+    }
   }
 
   // Of the tile's Q.
   __device__ __forceinline__ uint32_t q_stage() const { return kStagesQ - 1 - next_q_.stage(); }
 
-  __device__ __forceinline__ void release_query() { arrive(storage().q_empty[q_stage()][warpgroup_]); }
+  __device__ __forceinline__ void release_query() { arrive(storage().q_empty[q_stage()][row_group()]); }
+
+  // Pairs: the other consumer has keys for it.
+  __device__ __forceinline__ void skip_query() {
+    ptx::mbarrier_wait(storage().q_full[0][0], next_q_.parity());
+    next_q_.advance();
+    if (!kQInRegisters && negative_scale_) negate_query_in_place();
+    release_query();
+  }
 
   // ---- finished tiles
 
@@ -758,6 +776,10 @@ class Consumer {
         return;
       }
     }
+    if constexpr (kPairs) {
+      if constexpr (kAwaitsOutput) output_arrived();
+      keep_half(warpgroup_, rows, o_, softmax);
+    }
     float factor[kRowsPerThread], lse[kRowsPerThread];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
@@ -767,8 +789,8 @@ class Consumer {
       factor[r] = result.factor * bmm2_scale_;
       lse[r] = result.lse;
     }
-    store_lse(params_, tile, rows, lse);
-    if constexpr (kAwaitsOutput) output_arrived();
+    if (!kPairs || warpgroup_ == 0) store_lse(params_, tile, rows, lse);
+    if constexpr (kAwaitsOutput && !kPairs) output_arrived();
     if (staged) {
       stage_rows(storage().q[0][warpgroup_], o_, factor);
       if ((threadIdx.x & 127) == 0) storage().store[warpgroup_] = {tile.q_start + tile.token, tile.head};
@@ -841,6 +863,9 @@ class Consumer {
     if (lane_ == 0) ptx::mbarrier_arrive(barrier);
   }
 
+  // Of the tile's rows.
+  __device__ __forceinline__ int row_group() const { return kPairs ? 0 : warpgroup_; }
+
   __device__ __forceinline__ PendingTile& mine() const { return storage().pending[warpgroup_ * 4 + warp_]; }
   __device__ __forceinline__ float* channel_scales() const { return storage().v_scales[warpgroup_ * 4 + warp_]; }
   __device__ __forceinline__ static int shuffled(int value) { return __shfl_sync(~0u, value, 0); }
@@ -871,8 +896,8 @@ class Consumer {
   uint32_t p_[kPWords];
   uint32_t q_[kQInRegisters ? kRowBytesQK / 8 : 1];
 
-  Ring<kStagesK> k_ring_;
-  Ring<kStagesV> v_ring_;
+  Ring<kStagesK, kShares> k_ring_;
+  Ring<kStagesV, kShares> v_ring_;
   SmallRing<kStagesQ> next_q_{0};
   bool owes_rescaling_ = false;
   bool pending_ = false;

@@ -10,6 +10,8 @@ namespace fmha {
 
 using Output = float[kHeadDimV / 2];
 
+constexpr int kStoredColumns = kHeadDimV / kShares;  // by a warpgroup: the first ones that it has
+
 template <DType kType>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   if constexpr (kType == DType::bf16) return ptx::pack_bf16x2(low, high);
@@ -47,8 +49,8 @@ __device__ __forceinline__ void store_rows(const Params& params, const PendingTi
                                            const Output& o, const float (&factor)[kRowsPerThread]) {
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
-    // The tiles of a single consumer may have few rows.
-    if (kConsumers == 1 && !__any_sync(~0u, rows.valid[r])) continue;
+    // Tiles of 64 rows may have few.
+    if (kRowGroups == 1 && !__any_sync(~0u, rows.valid[r])) continue;
     uint16_t* out = static_cast<uint16_t*>(params.out) + (tile.q_start + rows.token[r]) * params.out_stride_token +
                     (tile.head + rows.head[r]) * params.out_stride_head;
     if constexpr (kTransposesValues) {
@@ -56,8 +58,9 @@ __device__ __forceinline__ void store_rows(const Params& params, const PendingTi
       continue;
     }
     out += 8 * (threadIdx.x & 3);
+    if constexpr (kPairs) out += (threadIdx.x >> 7) * kStoredColumns;
 #pragma unroll
-    for (int group = 0; group < kHeadDimV / 32; ++group) {
+    for (int group = 0; group < kStoredColumns / 32; ++group) {
       uint32_t words[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {

@@ -1,8 +1,8 @@
 // Ragged attention prefill for compute capability 9.0a: out = softmax(bmm1_scale Q K^T + mask) V, 16- and 8-bit types.
 //
 // Persistent blocks of two or three warpgroups: a producer that feeds shared memory with the tensor copy engine, and
-// one or two consumers of 64 query rows each. Read consumer.cuh for the main loop, scheduler.cuh for the
-// order of work, softmax.cuh for the numerics.
+// one or two consumers of 64 query rows each, or two of the same 64. Read consumer.cuh for the main loop, scheduler.cuh
+// for the order of work, softmax.cuh for the numerics.
 #include "config.h"
 #include "consumer.cuh"
 #include "params.h"

@@ -29,10 +29,10 @@ struct SkipSoftmax {
 struct Params {
   // (elements of a span, tokens, heads, spans of a row). A span has 128 bytes, or 64 where rows are no multiple of 128,
   // and as wide a swizzle; values that are converted have none.
-  ptx::TensorMap query_map;  // box (span, tile_tokens, tile_heads, kQueryBoxChunks)
+  ptx::TensorMap query_map;  // box (span, tile_tokens, tile_heads, kQueryBoxChunks or, with rows unused, 1)
   ptx::TensorMap key_map;    // box (span, kTileKV, 1, spans)
   ptx::TensorMap value_map;  // box (span, kTileKV, 1, spans)
-  ptx::TensorMap out_map;    // box (span, tile_tokens, tile_heads, spans); not for the split scheduler, see below
+  ptx::TensorMap out_map;    // box (span, tile_tokens, tile_heads, spans); not for few rows, see below
 
   void* out;                         // [total_q, num_heads_q, head_dim_v]
   float* lse;                        // [total_q, num_heads_q] or null
@@ -60,7 +60,7 @@ struct Params {
   float bmm2_scale;
 
   // The 64 rows of a consumer are those of some tokens in some heads that share a kv head: row
-  // head * tile_tokens + token. Without the split scheduler they fill it: tile_tokens * tile_heads = 64.
+  // head * tile_tokens + token. Where there are many, they fill it: tile_tokens * tile_heads = 64.
   int32_t tile_tokens;
   int32_t tile_heads;  // a divisor of heads_per_kv_head
 

@@ -1,5 +1,5 @@
 // The producer warpgroup: one warp loads K and V, one schedules and loads Q; the others prepare values of 8 bits, or
-// store the outputs, one per consumer.
+// store the outputs, one per consumer. Pairs: one warp loads K and V for each consumer.
 #pragma once
 #include "common/ptx/grid.cuh"
 #include "common/ptx/tma.cuh"
@@ -54,8 +54,8 @@ __device__ __forceinline__ void load_on_demand(const BlockRange& blocks, uint32_
 }
 
 // Keys for compress.cuh: the first two of every four, then the other two.
-__device__ __forceinline__ void load_permuted_keys(const Params& params, Ring<kStagesK>& ring, int token, int kv_head,
-                                                   uint64_t policy) {
+__device__ __forceinline__ void load_permuted_keys(const Params& params, Ring<kStagesK, kShares>& ring, int token,
+                                                   int kv_head, uint64_t policy) {
   Storage& s = storage();
   ptx::mbarrier_wait(s.k_empty[ring.stage], ring.parity ^ 1);
   ptx::mbarrier_arrive_expect(s.k_full[ring.stage], sizeof(s.k[0]));
@@ -71,14 +71,14 @@ __device__ __forceinline__ void load_permuted_keys(const Params& params, Ring<kS
 }
 
 // One thread; with scales of keys to load, one warp. Loads each tile's blocks from the last to the first, K one block
-// ahead of V, as they are consumed.
-__device__ __forceinline__ void load_keys_and_values(const Params& params) {
+// ahead of V, as they are consumed. `share`: pairs, of which consumer.
+__device__ __forceinline__ void load_keys_and_values(const Params& params, int share) {
   Storage& s = storage();
   // Divided keys are read by few blocks at about the same time, others again and again.
   const uint64_t policy = kSplit ? ptx::l2_policy_evict_first() : ptx::l2_policy_evict_last();
   const bool leader = !kSage || (threadIdx.x & 31) == 0;
-  Ring<kStagesK> k_ring;
-  Ring<kPreparesValues ? kStagesLanding : kStagesV> v_ring;
+  Ring<kStagesK, kShares> k_ring{share};
+  Ring<kPreparesValues ? kStagesLanding : kStagesV, kShares> v_ring{share};
   Ring<kTileSlots> slot;
   [[maybe_unused]] uint32_t first_number = 0;  // of a tile's blocks
 
@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params) {
     if (tile.work == 0) return;
 
     const int tokens = tile_tokens(params);
-    const BlockRange blocks = block_range(tile, tile.q_block * tokens, tokens, params);
+    const BlockRange blocks = share_of(block_range(tile, tile.q_block * tokens, tokens, params), share);
     const int kv_head = tile.head / params.heads_per_kv_head;
     auto load = [&](auto& stages, const ptx::TensorMap& map, auto& full, auto& empty, auto& ring, int block) {
       ptx::mbarrier_wait(empty[ring.stage], ring.parity ^ 1);
@@ -150,7 +150,8 @@ __device__ __forceinline__ void load_query(const Params& params, const Tile& til
   Storage& s = storage();
   // Rows land as [head][token].
   ptx::mbarrier_arrive_expect(s.q_full[stage][consumer], params.tile_tokens * params.tile_heads * kRowBytesQK);
-  for (int chunk = 0; chunk < kChunksQK; chunk += kQueryBoxChunks) {
+  const bool leaves_rows = kPairs && params.tile_tokens * params.tile_heads < kWarpgroupRows;
+  for (int chunk = 0; chunk < kChunksQK; chunk += leaves_rows ? 1 : kQueryBoxChunks) {
     ptx::tma_load_4d(s.q[stage][consumer][chunk], params.query_map, s.q_full[stage][consumer], policy, 0,
                      tile.q_start + token, tile.head, chunk);
   }
@@ -169,7 +170,7 @@ __device__ __forceinline__ void schedule_and_load_queries(const Params& params) 
   Storage& s = storage();
   const bool leader = (threadIdx.x & 31) == 0;
   const uint64_t policy = ptx::l2_policy_evict_first();
-  SmallRing<kStagesQ> free_q[kConsumers];
+  SmallRing<kStagesQ> free_q[kRowGroups];
   for (auto& ring : free_q) ring.position = kStagesQ;
   Ring<kTileSlots> slot;
   uint32_t near_end_parity = 0;
@@ -188,7 +189,7 @@ __device__ __forceinline__ void schedule_and_load_queries(const Params& params) 
     if (tile.work == 0) break;
     if (leader) {
 #pragma unroll
-      for (int w = 0; w < kConsumers; ++w) {
+      for (int w = 0; w < kRowGroups; ++w) {
         const int token = tile.q_block * tile_tokens(params) + w * params.tile_tokens;
         if (block_range(tile, token, params.tile_tokens, params).empty()) continue;
         ptx::mbarrier_wait(s.q_empty[free_q[w].stage()][w], free_q[w].parity());
@@ -228,7 +229,9 @@ __device__ __forceinline__ void run_producer(const Params& params) {
   }
   ptx::grid_dependency_wait();
   if (warp == 0) {
-    if (kSage || leader) load_keys_and_values(params);
+    if (kSage || leader) load_keys_and_values(params, 0);
+  } else if constexpr (kPairs) {
+    if (warp == 2 && leader) load_keys_and_values(params, 1);
   } else if constexpr (kPreparesValues) {
     prepare_values(params, warp - 2);
   } else if (kStagesOutput && warp - 2 < kConsumers && leader) {

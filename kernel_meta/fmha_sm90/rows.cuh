@@ -24,7 +24,7 @@ struct Rows {
       head[r] = static_cast<int>((static_cast<float>(row[r]) + .5f) * heads_per_row);
       token[r] = first_token + row[r] - head[r] * params.tile_tokens;
       valid[r] = token[r] < q_len;
-      if constexpr (kSplit) valid[r] = valid[r] && head[r] < params.tile_heads;
+      if constexpr (kLeavesRows) valid[r] = valid[r] && head[r] < params.tile_heads;
     }
   }
 };

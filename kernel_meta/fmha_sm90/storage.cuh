@@ -55,8 +55,9 @@ constexpr int kScaleArrivals = kSage ? 32 : 0;       // of the lanes that load t
 constexpr int kWarpsWithScales = kSage ? kConsumerWarps : 0;
 
 struct alignas(1024) Storage {
-  // Q of each consumer; where Q moves to registers, the same bytes then stage the output of the tile before.
-  uint8_t q[kStagesQ][kConsumers][kChunksQK][kWarpgroupRows][kSpanQK];
+  // Q of each consumer, or of both; where Q moves to registers, the same bytes then stage the output of the tile
+  // before.
+  uint8_t q[kStagesQ][kRowGroups][kChunksQK][kWarpgroupRows][kSpanQK];
   uint8_t k[kStagesK][kChunksQK][kTileKV][kSpanQK];
   Values v[kStagesV];
   uint8_t landing[kStagesLanding][kHeadDimV / kLandingColumns][kTileKV][kLandingColumns];
@@ -64,7 +65,7 @@ struct alignas(1024) Storage {
   alignas(16) float v_scales[kWarpsWithScales][kHeadDimV];  // of the pending tile
 
   // `full`: the data has landed. `empty`: every reader is done.
-  ptx::Mbarrier q_full[kStagesQ][kConsumers], q_empty[kStagesQ][kConsumers];
+  ptx::Mbarrier q_full[kStagesQ][kRowGroups], q_empty[kStagesQ][kRowGroups];
   ptx::Mbarrier k_full[kStagesK], k_empty[kStagesK];
   ptx::Mbarrier v_full[kStagesV], v_empty[kStagesV];
   ptx::Mbarrier landing_full[kStagesLanding], landing_empty[kStagesLanding];
@@ -81,9 +82,14 @@ struct alignas(1024) Storage {
   Choices choices[kSkipsSoftmax ? kConsumers : 0];
   SkipTally skipped[kSkipsSoftmax ? kConsumers : 0];
   bool landed[kSkipsSoftmax ? kStagesLanding : 0];  // whether the stage holds values
+
+  // Pairs, see there: a consumer's sums of the columns that the other one finishes, by threads; reference and sum of
+  // each row.
+  float4 sent_sums[kPairs ? kConsumers : 0][kHeadDimV / 16][128];
+  float2 sent_statistics[kPairs ? kConsumers : 0][kWarpgroupRows];
 };
 
-constexpr int kQBytes = sizeof(Storage::q) / (kStagesQ * kConsumers);
+constexpr int kQBytes = sizeof(Storage::q) / (kStagesQ * kRowGroups);
 
 constexpr int kReservedPerBlock = 1024;  // by the system
 static_assert(kBlocksPerSM * (sizeof(Storage) + kReservedPerBlock) <= 233472,
@@ -95,14 +101,21 @@ __device__ __forceinline__ Storage& storage() {
   return *reinterpret_cast<Storage*>(dynamic_shared_memory);
 }
 
-// Position in a ring of stages; `parity` is what a reader waits for, `parity ^ 1` what a writer waits for.
-template <int kStages>
+// Position in a ring of stages; `parity` is what a reader waits for, `parity ^ 1` what a writer waits for. Of stages
+// that kStep rings share, each has every kStep-th.
+template <int kStages, int kStep = 1>
 struct Ring {
+  static_assert(kStages % kStep == 0);
   int stage = 0;
   uint32_t parity = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
+    if constexpr (kStep > 1) {
+      stage += kStep;
+      if (stage < kStages) return;
+      stage -= kStages;
+      parity ^= 1;
+    } else if (++stage == kStages) {
       stage = 0;
       parity ^= 1;
     }
@@ -121,31 +134,32 @@ struct SmallRing {
 };
 
 __device__ __forceinline__ void init_barriers(Storage& s) {
-  constexpr int kStoreWarpArrivals = 4;  // the store warp stands in for the four warps of a consumer
-  for (int i = 0; i < kConsumers; ++i) {
+  constexpr int kWarpsPerRow = kConsumerWarps / kRowGroups;  // the store warp stands in for those of a consumer
+  constexpr int kWarpsPerKey = kConsumerWarps / kShares;
+  for (int i = 0; i < kRowGroups; ++i) {
     for (int stage = 0; stage < kStagesQ; ++stage) {
       ptx::mbarrier_init(s.q_full[stage][i], 1);
-      ptx::mbarrier_init(s.q_empty[stage][i], kStoreWarpArrivals);
+      ptx::mbarrier_init(s.q_empty[stage][i], kWarpsPerRow);
     }
     ptx::mbarrier_init(s.store_full[i], 4);
   }
   for (int i = 0; i < kStagesK; ++i) {
     ptx::mbarrier_init(s.k_full[i], 1 + kScaleArrivals);
-    ptx::mbarrier_init(s.k_empty[i], kConsumerWarps);
+    ptx::mbarrier_init(s.k_empty[i], kWarpsPerKey);
   }
   for (int i = 0; i < kStagesV; ++i) {
     ptx::mbarrier_init(s.v_full[i], kPreparesValues ? kValueWarps : 1);
-    ptx::mbarrier_init(s.v_empty[i], kConsumerWarps);
+    ptx::mbarrier_init(s.v_empty[i], kWarpsPerKey);
   }
   for (int i = 0; i < kTileSlots; ++i) {
     ptx::mbarrier_init(s.tile_full[i], 1);
-    ptx::mbarrier_init(s.tile_empty[i], kConsumerWarps + (kPreparesValues ? kValueWarps : 0) + 1);
+    ptx::mbarrier_init(s.tile_empty[i], kConsumerWarps + (kPreparesValues ? kValueWarps : 0) + kShares);
   }
   for (int i = 0; i < kStagesLanding; ++i) {
     ptx::mbarrier_init(s.landing_full[i], 1);
     ptx::mbarrier_init(s.landing_empty[i], kValueWarps);
   }
-  ptx::mbarrier_init(s.near_end, 1);
+  ptx::mbarrier_init(s.near_end, kShares);
   if constexpr (kSkipsSoftmax) {
     for (uint32_t& number : s.counting) number = 0;
     for (Choices& choices : s.choices) choices = {0, 1};

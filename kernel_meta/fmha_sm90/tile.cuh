@@ -43,7 +43,7 @@ __device__ __forceinline__ Tile read_blocks(const Tile& shared, int lane) {
 }
 
 // Of all consumers.
-__device__ __forceinline__ int tile_tokens(const Params& params) { return kConsumers * params.tile_tokens; }
+__device__ __forceinline__ int tile_tokens(const Params& params) { return kRowGroups * params.tile_tokens; }
 
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -80,6 +80,14 @@ __device__ __forceinline__ BlockRange block_range(const Tile& tile, int first, i
     range.end = min(range.begin + tile.blocks_per_part, range.end);
   }
   return range;
+}
+
+// Pairs: of a tile's blocks, those of one consumer. The first one has the later half, and one more of an odd number.
+__device__ __forceinline__ BlockRange share_of(BlockRange blocks, int consumer) {
+  if constexpr (!kPairs) return blocks;
+  const int middle = blocks.begin + (blocks.end - blocks.begin) / 2;
+  (consumer == 0 ? blocks.begin : blocks.end) = middle;
+  return blocks;
 }
 
 // Blocks [begin, end) whose logits are pruned (compress.cuh), the same for both consumers: those of the tiles of 128

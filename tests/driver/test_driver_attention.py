@@ -132,11 +132,13 @@ CALLS = {
     "many sequences": "[1] * 3000, [7] * 3000",
     "few rows, long keys": "[1], [100_000], heads=(16, 1)",
     "few rows, uneven groups": "[5, 9], [3000, 2000], heads=(96, 2), head_dims=(128, 128)",
+    "few rows, few keys": "[100, 20], [700, 30], heads=(24, 2), window_left=200",
     "few rows, dense": "[33], [5000], heads=(8, 8), head_dims=(256, 256), is_causal=False",
     **{f"{tokens} keys": f"[1, 1], [{tokens}, 1], heads=(128, 128)" for tokens in (87_381, 87_382, 174_763)},
     "131072 queries": "[131072], [131072], heads=(128, 128)",
 }
 
+FOR_FEW_ROWS = (Scheduler.SPLIT, Scheduler.PAIR)
 COMBINE = find_step("fmha_sm90", "combine", Capability(9, 0))
 MAPS = ("query_map", "key_map", "value_map", "out_map")
 DIVISION = ("parts", "count", "sums", "statistics", "tile_tokens", "tile_heads", "least_blocks_per_part")
@@ -149,6 +151,7 @@ SLIDING = {
     "fp8, window of few keys": 1022,
     "spcompress, key and value in one buffer": 200,
     "window that hides one key": 398,
+    "few rows, few keys": 200,
 }
 
 
@@ -336,7 +339,8 @@ def test_tensor_maps(launches: dict[str, Launch], name: str) -> None:
         box = [row.tile_kv, 1, spans]
         if operand in ("query", "out"):
             box = [given["tile_tokens"], given["tile_heads"], spans]
-        if operand == "query" and row.scheduler is Scheduler.SPLIT:
+        leaves_rows = given["tile_tokens"] * given["tile_heads"] < 64
+        if operand == "query" and (row.scheduler is Scheduler.SPLIT or leaves_rows):
             box[2] = 1
         encoded = launch.maps[number]
         assert encoded["address"] == (tensor["address"] or launch.arguments["workspace_buffer"]["address"])
@@ -467,12 +471,12 @@ def test_variant_of_the_kernel(launches: dict[str, Launch], name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_packing_of_the_rows(launches: dict[str, Launch], name: str) -> None:
-    """A consumer's 64 rows: of heads that share keys, and without the split scheduler no row unused."""
+    """A consumer's 64 rows: of heads that share keys, and where there are many, no row unused."""
     row, given = find_row(launches[name].call["kernel"]), _decode(launches[name].parameters)
     rows = given["tile_tokens"] * given["tile_heads"]
     assert given["heads_per_kv_head"] % given["tile_heads"] == 0
     assert rows + given["tile_heads"] > 64 >= rows
-    assert rows == 64 or row.scheduler is Scheduler.SPLIT
+    assert rows == 64 or row.scheduler in FOR_FEW_ROWS
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -519,6 +523,15 @@ def test_few_rows_get_a_split_kernel_that_fills_the_device(launches: dict[str, L
     assert "_split" in launch.call["kernel"]
     assert _decode(launch.parameters)["tile_heads"] == 16
     assert launch.call["grid"] == [132, 1, 1]
+
+
+def test_few_rows_over_few_keys_get_a_pair_that_needs_no_room_for_parts(launches: dict[str, Launch]) -> None:
+    launch = launches["few rows, few keys"]
+    assert launch.call["kernel"].endswith("_sliding_t64x64_pair")
+    given = _decode(launch.parameters)
+    assert (given["tile_tokens"], given["tile_heads"], given["window_left"]) == (5, 12, 200)
+    assert launch.call["grid"] == [52, 1, 1]  # 120 // 5 + 2 tiles in each of 2 kv heads
+    assert launch.combine is None
 
 
 @pytest.mark.parametrize("name", CALLS)

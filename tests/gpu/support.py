@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import cubin_runtime
+from cubin_runtime import attention
 from cubin_runtime.many_keys import MANY_KEYS
 from cubin_runtime.reference import ragged_attention_reference
 from cubin_runtime.request import SAGE_OFF
@@ -335,6 +336,14 @@ def run(given: dict[str, Any]) -> Results:
     else:
         assert returned is given["out"]
     return given["out"], given["lse"]
+
+
+def chosen_scheduler(given: dict[str, Any]) -> str:
+    """Makes the call, and says how its kernel finds its work."""
+    attention._forget()
+    run(given)
+    (prepared,) = attention._prepared.values()
+    return str(prepared.kernel.row.scheduler)
 
 
 def call(problem: Problem, workspace: torch.Tensor, **overrides: Any) -> Results:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 import cubin_runtime
-from cubin_runtime import attention
 from tests.gpu.support import (
     HEAD_DIMS,
     TYPES,
@@ -19,6 +17,7 @@ from tests.gpu.support import (
     assert_matches,
     assert_same_bits,
     call,
+    chosen_scheduler,
     edges,
     expect,
     make_problem,
@@ -31,13 +30,6 @@ pytestmark = pytest.mark.gpu
 # Nothing to divide, a part of one block, many parts, no keys, no queries, more than one tile.
 Q_LENS = [1, 0, 3, 17, 5, 2, 64, 9]
 KV_LENS = [7, 1000, 63, 2049, 777, 0, 300, 4100]
-
-
-def chosen_scheduler(given: dict[str, Any]) -> str:
-    attention._forget()
-    run(given)
-    (prepared,) = attention._prepared.values()
-    return str(prepared.kernel.row.scheduler)
 
 
 @pytest.mark.parametrize(

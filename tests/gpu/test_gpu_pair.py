@@ -1,0 +1,133 @@
+"""Kernels for few query rows over few keys: two consumers of a block divide the keys of a tile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gpu.support import (
+    HEAD_DIMS,
+    MASKS,
+    TYPES,
+    arguments,
+    assert_matches,
+    assert_same_bits,
+    call,
+    chosen_scheduler,
+    edges,
+    expect,
+    make_problem,
+    make_workspace,
+    run,
+)
+
+pytestmark = pytest.mark.gpu
+
+SIXTEEN_BITS = ["bf16", "fp16"]
+
+# One block, which one consumer has alone; one block more for one than for the other; as many for both. No
+# queries, no keys, rows that see none.
+Q_LENS = [1, 0, 5, 63, 64, 65, 130, 40, 200]
+KV_LENS = [1, 90, 0, 64, 65, 129, 1000, 7, 200]
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (5, 1), (11, 1)], ids=lambda h: f"{h[0]}over{h[1]}")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("types", SIXTEEN_BITS)
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_against_the_reference(
+    dims: tuple[int, int],
+    types: str,
+    mask: str,
+    heads: tuple[int, int],
+    device: torch.device,
+    workspace: torch.Tensor,
+) -> None:
+    for scale in (0.1, -0.1, 0.0):
+        problem = make_problem(
+            Q_LENS,
+            KV_LENS,
+            device=device,
+            dims=dims,
+            heads=heads[0],
+            kv_heads=heads[1],
+            types=TYPES[types],
+            padding=3,
+            **MASKS[mask],
+        ).with_options(bmm1_scale=scale, attention_sinks=torch.randn(heads[0], device=device))
+        given = arguments(problem, workspace)
+        assert chosen_scheduler(given) == "pair"
+        assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+
+
+@pytest.mark.parametrize("kv_len", [63, 64, 65, 128, 129, 2048])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_one_row(dims: tuple[int, int], kv_len: int, device: torch.device, workspace: torch.Tensor) -> None:
+    problem = make_problem([1], [kv_len], device=device, dims=dims, heads=16, kv_heads=2, is_causal=True)
+    given = arguments(problem, workspace)
+    assert chosen_scheduler(given) == "pair"
+    assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_maxima_far_apart(dims: tuple[int, int], device: torch.device, workspace: torch.Tensor) -> None:
+    """Keys of one consumer outweigh those of the other by more than a float has powers of two."""
+    for loud in (slice(0, 64), slice(192, 256)):
+        problem = make_problem([64], [256], device=device, dims=dims, heads=4, kv_heads=4)
+        problem.query.abs_()
+        problem.key.abs_().neg_()
+        problem.key[loud].neg_()
+        problem = problem.with_options(bmm1_scale=3.0)
+        given = arguments(problem, workspace)
+        assert chosen_scheduler(given) == "pair"
+        assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_several_tiles_in_a_block(
+    dims: tuple[int, int], device: torch.device, workspace: torch.Tensor
+) -> None:
+    """Whoever says that queries are shorter than they are gets the same results."""
+    problem = make_problem([3000, 2000], [500, 700], device=device, dims=dims, heads=4, kv_heads=4)
+    given = arguments(problem, workspace, max_q_len=1)
+    assert chosen_scheduler(given) == "pair"
+    assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_runs_repeat_bit_for_bit(
+    dims: tuple[int, int], device: torch.device, workspace: torch.Tensor
+) -> None:
+    problem = make_problem([500], [700], device=device, dims=dims, heads=8, kv_heads=8, is_causal=True)
+    given = arguments(problem, workspace)
+    assert chosen_scheduler(given) == "pair"
+    for _ in range(30):
+        assert_same_bits(call(problem, make_workspace(device)), (given["out"], given["lse"]))
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_graph_replays_with_other_lengths(dims: tuple[int, int], device: torch.device) -> None:
+    """Consumers gain and lose their blocks from replay to replay."""
+    lens = [300] * 3, [500] * 3
+    problem = make_problem(*lens, device=device, dims=dims, heads=8, kv_heads=8, is_causal=True)
+    given = arguments(problem, make_workspace(device))
+    assert chosen_scheduler(given) == "pair"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(given)
+    for q_lens, kv_lens in [
+        ([1, 300, 0], [500, 5, 77]),
+        ([300, 300, 300], [0, 64, 65]),
+        ([2, 0, 65], [64, 0, 500]),
+    ]:
+        for lens, name in ((q_lens, "cum_seq_lens_q"), (kv_lens, "cum_seq_lens_kv")):
+            given[name].copy_(edges(lens, device))
+        given["out"].fill_(math.nan)
+        given["lse"].fill_(math.nan)
+        for _ in range(3):
+            graph.replay()
+        changed = replace(problem, q_lens=q_lens, kv_lens=kv_lens)
+        assert_matches(changed, (given["out"], given["lse"]), expect(changed))

@@ -22,8 +22,8 @@ def test_compute_sanitizer_finds_nothing(tool: str, device: torch.device) -> Non
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer on PATH")
     # racecheck does not see that cp.async, by which Sage's scales come, orders what it writes by its arrival
-    # at an mbarrier, nor that choices about blocks are polled for as volatile words, nor that a named barrier
-    # of two of three warpgroups orders what pairs exchange (with slower mbarriers instead it finds nothing).
+    # at an mbarrier, nor that choices about blocks are polled for as volatile words, nor, before its version
+    # 2026.1, that a barrier of two warpgroups orders what pairs exchange.
     unclear = {name for name, each in TYPES.items() if each.sage_blocks or each.options == SKIPPING}
     types = [name for name in TYPES if tool != "racecheck" or name not in unclear]
     left_out = ["--kernel-name-exclude=kernel_substring=_pair"] if tool == "racecheck" else []

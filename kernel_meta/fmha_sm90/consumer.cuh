@@ -24,8 +24,8 @@ namespace fmha {
 
 constexpr bool kTakesTurns = kRowGroups == 2 && !kE4m3P;
 constexpr bool kFetchesScalesEarly = kSage && !kE4m3P;  // under every Q K^T
-// Where references move by sums, under the next Q K^T; a longer row of Q and K leaves no registers for that.
-constexpr bool kRescalesLate = kHeadDimQK <= 128;
+// Where references move by sums, under the next Q K^T. Scales, and longer rows of Q and K, leave no registers for that.
+constexpr bool kRescalesLate = !kSage && kHeadDimQK <= 128;
 constexpr int kTurnBarrier = 1;         // + warpgroup: it may issue its products
 constexpr int kWarpgroupBarrier = 3;    // + warpgroup: its 128 threads
 constexpr int kVoteBarrier = 5;         // + warpgroup: its warps have said whether a block counts
@@ -329,7 +329,7 @@ class Consumer {
     }
     Sums sums = softmax_.exponentiate(s_);
     if constexpr (kSage) softmax_.forget_corrections();
-    const float limit = long_sum_.leaves_next() ? kGrownSum : kSafeSum;
+    const float limit = kMovesTogether && long_sum_.leaves_next() ? kGrownSum : kSafeSum;
     const bool moves = __any_sync(~0u, !Softmax::within_reference(sums, limit));
     if (moves) softmax_.move_by_sums(s_, sums, limit);
     ptx::hold_registers(s_);

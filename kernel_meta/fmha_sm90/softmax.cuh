@@ -26,13 +26,14 @@ constexpr float kTop = kE4m3P ? 2.f : 0.f;
 constexpr float kSlack = kE4m3P ? 6.75f : kAssumesReference ? 14.f : 8.f;
 
 // Rows of a block whose p, as floats, are finite move by what the sums say, and their p with them; only rows that
-// overflow are made again (remake.cuh). The largest of a row's four sums becomes kMovedSum, the p of a reference that
-// is a maximum: where one key outweighs all others, its p is not rounded.
+// overflow are made again (remake.cuh). The largest of a row's four sums becomes kMovedSum, a power of two: where one
+// key outweighs all others, its p is not rounded.
 constexpr bool kMovesBySums = kE4m3P;
-constexpr float kMovedSum = 4.f;
-static_assert(!kMovesBySums || kMovedSum == 1 << static_cast<int>(kTop));
+
 // A row moves when one of its sums is above kSafeSum; in blocks where a move costs least, above kGrownSum. So slowly
-// growing logits move all rows in the same blocks.
+// growing logits move all rows in the same blocks. With Sage scales that costs more than it saves (NOTES.md).
+constexpr bool kMovesTogether = kMovesBySums && !kSage;
+constexpr float kMovedSum = kMovesTogether ? 4.f : 16.f;
 constexpr float kSafeSum = kE4m3P ? 400.f : 8192.f;  // less than 2^(kTop + kSlack)
 constexpr float kGrownSum = 64.f;
 constexpr float kFiniteSum = 0x1p100f;  // has a normal reciprocal

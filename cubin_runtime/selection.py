@@ -33,8 +33,6 @@ _DISTANCE = {"arch": 2, "backend": 2, "blocked": 0}
 _FAMILY_OF_SUFFIX = {"a": 2, "f": 1, "": 0}
 _RANK_OF_SCHEDULER = {"split": 2, "pair": 2, "persistent": 1, "static": 0}
 
-_FOR_FEW_ROWS = ("split", "pair")
-
 _FLAGS = ("use_fp16_softmax", "uses_spcompress", "skips_softmax")
 
 _NOT_BUILT = "this kernel is in the table but has not been built (scripts/build_cubins.py)"
@@ -276,7 +274,7 @@ def _work_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]
     if row.e4m3_p and not many_keys(request):
         message = f"e4m3_p: this kernel is for {MANY_KEYS} keys and more, the call has {request.max_kv_len}"
         yield Mismatch("e4m3_p", str(request.max_kv_len), str(MANY_KEYS), message)
-    if row.scheduler not in _FOR_FEW_ROWS:
+    if not row.scheduler.is_for_few_rows:
         return
     wanted = few_rows(request)
     if wanted is None:
@@ -323,7 +321,7 @@ def _why_chosen(request: KernelRequest, accepted: list[KernelRow]) -> str:
     winner, *others = accepted
     if not others:
         return "the only kernel that fits"
-    if _specificity(winner) == _specificity(others[0]) and winner.scheduler in _FOR_FEW_ROWS:
+    if _specificity(winner) == _specificity(others[0]) and winner.scheduler.is_for_few_rows:
         wanted = few_rows(request)
         assert wanted is not None  # else no such row fits
         return f"made for few query rows: {wanted.reason}"

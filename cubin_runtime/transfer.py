@@ -140,7 +140,10 @@ class Transfers:
                 return path
         self._receive_path(mirror, last, artifact, sink, progress)
         if others:  # the next files are where this one is, mostly
-            (self._as_published.discard if is_flipped else self._as_published.add)(mirror.location)
+            if is_flipped:
+                self._as_published.discard(mirror.location)
+            else:
+                self._as_published.add(mirror.location)
         return last
 
     def _receive_path(

@@ -22,8 +22,8 @@ class Scheduler(str, enum.Enum):
 
     static       one tile per block
     persistent   blocks stay and draw tiles
-    split        persistent, over parts of the keys, for few query rows: see cubin_runtime/few_rows.py
-    pair         persistent, the keys of a tile divided inside of a block, for few query rows, too
+    split        persistent, over parts of the keys
+    pair         persistent, the keys of a tile divided inside of a block
     """
 
     STATIC = "static"
@@ -33,6 +33,11 @@ class Scheduler(str, enum.Enum):
 
     def __str__(self) -> str:
         return self.value
+
+    @property
+    def is_for_few_rows(self) -> bool:
+        """Whether cubin_runtime/few_rows.py decides about the kernel."""
+        return self in (Scheduler.SPLIT, Scheduler.PAIR)
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

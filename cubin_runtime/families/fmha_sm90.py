@@ -42,7 +42,6 @@ _DIVIDED = struct.Struct("<4Q")
 _COMBINE = struct.Struct("<32s 4Q 32s f 20s")
 _COMBINE_SHAPE = struct.Struct("<5i")
 
-_FOR_FEW_ROWS = (Scheduler.SPLIT, Scheduler.PAIR)
 _WARPGROUP_ROWS = 64
 _SPAN = 128  # bytes of a row that lie together in shared memory, under the widest swizzle
 _WHOLE_ROWS = 0  # of a box: all spans of a row
@@ -75,7 +74,7 @@ class _Tiling(NamedTuple):
         split = row.scheduler is Scheduler.SPLIT
         # A tile of few rows may leave some unused; others are filled. Those pruned together have one head.
         filled = 1 if row.uses_spcompress else math.gcd(group, _WARPGROUP_ROWS)
-        tile_heads = packed_heads(group) if row.scheduler in _FOR_FEW_ROWS else filled
+        tile_heads = packed_heads(group) if row.scheduler.is_for_few_rows else filled
         tile_tokens = _WARPGROUP_ROWS // tile_heads
         tokens = row.tile_q // _WARPGROUP_ROWS * tile_tokens
         tiles = num_heads_q // tile_heads * min(total_q, total_q // tokens + problem.batch_size)

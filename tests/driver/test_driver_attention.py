@@ -138,7 +138,6 @@ CALLS = {
     "131072 queries": "[131072], [131072], heads=(128, 128)",
 }
 
-FOR_FEW_ROWS = (Scheduler.SPLIT, Scheduler.PAIR)
 COMBINE = find_step("fmha_sm90", "combine", Capability(9, 0))
 MAPS = ("query_map", "key_map", "value_map", "out_map")
 DIVISION = ("parts", "count", "sums", "statistics", "tile_tokens", "tile_heads", "least_blocks_per_part")
@@ -476,7 +475,7 @@ def test_packing_of_the_rows(launches: dict[str, Launch], name: str) -> None:
     rows = given["tile_tokens"] * given["tile_heads"]
     assert given["heads_per_kv_head"] % given["tile_heads"] == 0
     assert rows + given["tile_heads"] > 64 >= rows
-    assert rows == 64 or row.scheduler in FOR_FEW_ROWS
+    assert rows == 64 or row.scheduler.is_for_few_rows
 
 
 @pytest.mark.parametrize("name", CALLS)

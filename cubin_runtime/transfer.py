@@ -110,12 +110,15 @@ class Transfers:
         clean_start = False
         while True:
             before = sink.size
+            as_published = mirror.location in self._as_published
             try:
                 path = self._receive(mirror, artifact, sink, progress)
             except IntegrityError:
                 sink.restart()
-                # What was there before may be to blame, or a server that gets ranges wrong.
-                if not before or clean_start:
+                self._as_published.discard(mirror.location)
+                # To blame may be what was there before, a server that gets ranges wrong, or an old file where
+                # its publisher has it.
+                if not (before or as_published) or clean_start:
                     raise
                 clean_start = True
             except TransientError as failure:

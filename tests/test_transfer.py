@@ -237,9 +237,8 @@ def test_a_mirror_that_recovers_is_asked_first_again(server: ScriptedServer, sle
     assert [path[1] for path in server.paths[5:]] == ["b", "b", "a", "a"]
 
 
-def test_the_layout_of_the_last_file_is_tried_first(server: ScriptedServer) -> None:
-    small = [bytes([number]) * 1000 for number in range(4)]
-    files = [
+def published_files(contents: list[bytes]) -> list[Artifact]:
+    return [
         Artifact(
             name=f"k{number}",
             set_name="s",
@@ -248,8 +247,13 @@ def test_the_layout_of_the_last_file_is_tried_first(server: ScriptedServer) -> N
             size=len(data),
             published=f"its/k{number}.cubin",
         )
-        for number, data in enumerate(small)
+        for number, data in enumerate(contents)
     ]
+
+
+def test_the_layout_of_the_last_file_is_tried_first(server: ScriptedServer) -> None:
+    small = [bytes([number]) * 1000 for number in range(4)]
+    files = published_files(small)
     theirs, ours = [f"/m/{each.published}" for each in files], [f"/m/{each.key}" for each in files]
     places = [theirs[0], theirs[1], ours[2], ours[3]]
     url = server.script_paths("m", {place: Reply(data) for place, data in zip(places, small, strict=True)})
@@ -258,6 +262,21 @@ def test_the_layout_of_the_last_file_is_tried_first(server: ScriptedServer) -> N
         for each, place in zip(files, places, strict=True):
             assert transfers.fill(each, MemorySink(), []) == f"{url}{place[2:]}"
     assert server.paths == [ours[0], theirs[0], theirs[1], theirs[2], ours[2], ours[3]]
+
+
+def test_an_old_file_where_its_publisher_has_it_does_not_hide_the_right_one(server: ScriptedServer) -> None:
+    small = [bytes([number]) * 1000 for number in range(2)]
+    first, second = published_files(small)
+    replies = {
+        f"/m/{first.published}": small[0],
+        f"/m/{second.published}": small[0],
+        f"/m/{second.key}": small[1],
+    }
+    url = server.script_paths("m", {place: Reply(data) for place, data in replies.items()})
+    with MirrorSession(Settings({})) as session:
+        transfers = Transfers([HttpMirror(url, 5, session)], 5)
+        assert transfers.fill(first, MemorySink(), []) == f"{url}/{first.published}"
+        assert transfers.fill(second, MemorySink(), []) == f"{url}/{second.key}"
 
 
 def test_fetch_says_what_it_did(server: ScriptedServer, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class Transfers:
             before = sink.size
             as_published = mirror.location in self._as_published
             try:
-                path = self._receive(mirror, artifact, sink, progress)
+                path = self._receive(mirror, artifact, sink, progress, as_published)
             except IntegrityError:
                 sink.restart()
                 self._as_published.discard(mirror.location)
@@ -133,17 +133,20 @@ class Transfers:
                 self._out_of_reach.discard(mirror.location)
                 return f"{mirror.location}/{path}"
 
-    def _receive(self, mirror: Mirror, artifact: Artifact, sink: Sink, progress: Progress) -> str:
+    def _receive(
+        self, mirror: Mirror, artifact: Artifact, sink: Sink, progress: Progress, as_published: bool
+    ) -> str:
         """One try; returns the path that the mirror has the file under."""
-        is_flipped = mirror.location in self._as_published
-        *others, last = reversed(artifact.paths) if is_flipped else artifact.paths
+        *others, last = reversed(artifact.paths) if as_published else artifact.paths
+        # A mirror that refuses what its publisher has may still have the file by its digest.
+        passed_over = DownloadError if as_published else MissingError
         for path in others:
-            with contextlib.suppress(MissingError):
+            with contextlib.suppress(passed_over):
                 self._receive_path(mirror, path, artifact, sink, progress)
                 return path
         self._receive_path(mirror, last, artifact, sink, progress)
         if others:  # the next files are where this one is, mostly
-            if is_flipped:
+            if as_published:
                 self._as_published.discard(mirror.location)
             else:
                 self._as_published.add(mirror.location)

@@ -264,15 +264,18 @@ def test_the_layout_of_the_last_file_is_tried_first(server: ScriptedServer) -> N
     assert server.paths == [ours[0], theirs[0], theirs[1], theirs[2], ours[2], ours[3]]
 
 
-def test_an_old_file_where_its_publisher_has_it_does_not_hide_the_right_one(server: ScriptedServer) -> None:
+@pytest.mark.parametrize("answer", [Reply(b"\x00" * 1000), Reply(status=403)], ids=["old", "refused"])
+def test_nothing_where_its_publisher_has_a_file_hides_the_right_one(
+    server: ScriptedServer, answer: Reply
+) -> None:
     small = [bytes([number]) * 1000 for number in range(2)]
     first, second = published_files(small)
     replies = {
-        f"/m/{first.published}": small[0],
-        f"/m/{second.published}": small[0],
-        f"/m/{second.key}": small[1],
+        f"/m/{first.published}": Reply(small[0]),
+        f"/m/{second.published}": answer,
+        f"/m/{second.key}": Reply(small[1]),
     }
-    url = server.script_paths("m", {place: Reply(data) for place, data in replies.items()})
+    url = server.script_paths("m", replies)
     with MirrorSession(Settings({})) as session:
         transfers = Transfers([HttpMirror(url, 5, session)], 5)
         assert transfers.fill(first, MemorySink(), []) == f"{url}/{first.published}"

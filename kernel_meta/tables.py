@@ -18,14 +18,14 @@ import msgspec
 from cubin_runtime import strict_yaml
 from cubin_runtime.errors import InvalidArgumentError, TableError, UnsupportedError
 from cubin_runtime.request import Capability
-from kernel_meta.schema import KernelRow, Scheduler, Step
+from kernel_meta.schema import KernelRow, Step
 
 TABLES_DIR = Path(__file__).parent
 
 _Row = TypeVar("_Row", KernelRow, Step)
 
-# What selection looks at. Two rows that agree in all of it are indistinguishable to a request; those of the
-# split scheduler may differ in tile_q, too.
+# What selection looks at. Two rows that agree in all of it are indistinguishable to a request; of those for
+# few rows it looks at tile_q, too, and not at which of their schedulers they have.
 SELECTION_COLUMNS = (
     "arch",
     "dtype_q",
@@ -147,10 +147,10 @@ def _columns(line: str, names: list[str]) -> dict[str, Any]:
 
 def _refuse_ambiguous(path: Path, rows: tuple[KernelRow, ...]) -> None:
     seen: dict[tuple[object, ...], int] = {}
-    of_all = operator.attrgetter(*SELECTION_COLUMNS)
+    of_all = operator.attrgetter(*(column for column in SELECTION_COLUMNS if column != "scheduler"))
     for number, row in enumerate(rows, start=1):
-        key = (of_all(row), row.tile_q if row.scheduler is Scheduler.SPLIT else None)
-        first = seen.setdefault(key, number)
+        work = row.tile_q if row.scheduler.is_for_few_rows else row.scheduler
+        first = seen.setdefault((of_all(row), work), number)
         if first != number:
             raise TableError(
                 f"{path}: rows {first} and {number} answer the same requests ({row.name}); "

@@ -100,6 +100,13 @@ def test_rows_that_no_request_can_tell_apart_are_refused(tmp_path: Path) -> None
         load_table(path)
 
 
+def test_of_rows_for_few_query_rows_the_tile_decides_and_not_the_scheduler(tmp_path: Path) -> None:
+    rows = "  - {scheduler: split}\n  - {scheduler: pair, tile_q: 64}\n"
+    assert len(load_table(write(tmp_path, HEAD + rows))) == 2
+    with pytest.raises(TableError, match="rows 2 and 3 answer the same requests"):
+        load_table(write(tmp_path, HEAD + rows + "  - {scheduler: split, tile_q: 64}\n"))
+
+
 @pytest.mark.parametrize(
     "difference",
     ["arch: sm_100f", "dtype_o: fp16", "head_dim_v: 64", "fp16_softmax: true", "sage_blocks: [1, 16, 0, 1]"],

@@ -24,8 +24,6 @@ namespace fmha {
 
 constexpr bool kTakesTurns = kRowGroups == 2 && !kE4m3P;
 constexpr bool kFetchesScalesEarly = kSage && !kE4m3P;  // under every Q K^T
-// Where references move by sums, under the next Q K^T. Scales, and longer rows of Q and K, leave no registers for that.
-constexpr bool kRescalesLate = !kSage && kHeadDimQK <= 128;
 constexpr int kTurnBarrier = 1;         // + warpgroup: it may issue its products
 constexpr int kWarpgroupBarrier = 3;    // + warpgroup: its 128 threads
 constexpr int kVoteBarrier = 5;         // + warpgroup: its warps have said whether a block counts
@@ -147,7 +145,6 @@ class Consumer {
       } else {
         for (; block >= full_begin; --block) step_by_sums<false>(block, last, tile.kv_len);
       }
-      if constexpr (kRescalesLate) settle_output();
     } else if constexpr (kAssumesReference) {
       for (bool within = true; within && block >= full_begin; --block) {
         within = step_within_reference<Block::whole>(block, last, tile.kv_len);
@@ -319,7 +316,6 @@ class Consumer {
   __device__ __forceinline__ void step_by_sums(int block, int last, int kv_len) {
     take_turn();
     issue_logits();
-    if constexpr (kRescalesLate) settle_output();
     issue_output<Block::whole>(kv_len - (block + 1) * kTileKV);
     if constexpr (kSage && kGrouped) fetch_group_scales();
     ptx::wgmma_wait<1>();
@@ -329,9 +325,8 @@ class Consumer {
     }
     Sums sums = softmax_.exponentiate(s_);
     if constexpr (kSage) softmax_.forget_corrections();
-    const float limit = kMovesTogether && long_sum_.leaves_next() ? kGrownSum : kSafeSum;
-    const bool moves = __any_sync(~0u, !Softmax::within_reference(sums, limit));
-    if (moves) softmax_.move_by_sums(s_, sums, limit);
+    const bool moves = __any_sync(~0u, !Softmax::within_reference(sums));
+    if (moves) softmax_.move_by_sums(s_, sums);
     ptx::hold_registers(s_);
     output_arrived();
     probabilities_to_operand(s_);
@@ -341,14 +336,7 @@ class Consumer {
     softmax_.add(sums);
     logits_arrived(block == last);
     output_added();
-    owes_rescaling_ = moves;
-    if constexpr (!kRescalesLate) settle_output();
-  }
-
-  // What a moved reference owes to O.
-  __device__ __forceinline__ void settle_output() {
-    if (owes_rescaling_) rescale_output();
-    owes_rescaling_ = false;
+    if (moves) rescale_output();
   }
 
   template <bool kGrouped>
@@ -899,7 +887,6 @@ class Consumer {
   Ring<kStagesK, kShares> k_ring_;
   Ring<kStagesV, kShares> v_ring_;
   SmallRing<kStagesQ> next_q_{0};
-  bool owes_rescaling_ = false;
   bool pending_ = false;
   int pending_valid_rows_ = 0;
   int first_valid_rows_ = 0;  // of the tile's first block; single consumers only

@@ -23,9 +23,6 @@ class LongSum {
   // Whether the accumulator holds blocks to add the next one to.
   __device__ __forceinline__ bool accumulates() const { return blocks_ != 0; }
 
-  // Whether O leaves the accumulator with the next block: then a move of references does not touch O.
-  __device__ __forceinline__ bool leaves_next() const { return blocks_ == kBlocksInAccumulator - 1; }
-
   // The reference of some rows moved: what has left the accumulator is corrected when it is next touched.
   __device__ __forceinline__ void rescale(const float (&correction)[kRowsPerThread]) {
 #pragma unroll

@@ -24,18 +24,13 @@ namespace fmha {
 // 2^-6 e4m3 loses bits. kTop is a whole number: p of a row's only key is not rounded.
 constexpr float kTop = kE4m3P ? 2.f : 0.f;
 constexpr float kSlack = kE4m3P ? 6.75f : kAssumesReference ? 14.f : 8.f;
+constexpr float kSafeSum = kE4m3P ? 400.f : 8192.f;  // less than 2^(kTop + kSlack), where it is looked at
 
 // Rows of a block whose p, as floats, are finite move by what the sums say, and their p with them; only rows that
 // overflow are made again (remake.cuh). The largest of a row's four sums becomes kMovedSum, a power of two: where one
 // key outweighs all others, its p is not rounded.
 constexpr bool kMovesBySums = kE4m3P;
-
-// A row moves when one of its sums is above kSafeSum; in blocks where a move costs least, above kGrownSum. So slowly
-// growing logits move all rows in the same blocks. With Sage scales that costs more than it saves (NOTES.md).
-constexpr bool kMovesTogether = kMovesBySums && !kSage;
-constexpr float kMovedSum = kMovesTogether ? 4.f : 16.f;
-constexpr float kSafeSum = kE4m3P ? 400.f : 8192.f;  // less than 2^(kTop + kSlack)
-constexpr float kGrownSum = 64.f;
+constexpr float kMovedSum = 16.f;
 constexpr float kFiniteSum = 0x1p100f;  // has a normal reciprocal
 constexpr float kNoReference = 0x1p100f;  // as an offset, which any key outgrows
 
@@ -144,9 +139,9 @@ struct Softmax {
     return {{even[0] + odd[0], even[1] + odd[1]}};
   }
 
-  // kSafeSum is less than what the slack allows, so that rounding hides no row that `next` would move.
-  static __device__ __forceinline__ bool within_reference(const Sums& sums, float limit = kSafeSum) {
-    return fmaxf(sums.row[0], sums.row[1]) <= limit;
+  // Less than what the slack allows, so that rounding hides no row that `next` would move.
+  static __device__ __forceinline__ bool within_reference(const Sums& sums) {
+    return fmaxf(sums.row[0], sums.row[1]) <= kSafeSum;
   }
 
   // NaN does not: it stays what it is.
@@ -154,13 +149,13 @@ struct Softmax {
     return sums.row[0] > kFiniteSum || sums.row[1] > kFiniteSum;
   }
 
-  // Moves the rows of a block whose sums are above the limit, without overflow.
+  // Moves the rows of a block that outgrew their references without overflow.
   template <int kCount>
-  __device__ __forceinline__ void move_by_sums(float (&p)[kCount], Sums& sums, float limit) {
+  __device__ __forceinline__ void move_by_sums(float (&p)[kCount], Sums& sums) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       const float largest = quad_max(sums.row[r]);
-      const bool outgrown = largest > limit && largest <= kFiniteSum;
+      const bool outgrown = largest > kSafeSum && largest <= kFiniteSum;
       correction[r] = outgrown ? kMovedSum * ptx::reciprocal_approx(largest) : 1.f;
       offset[r] += outgrown ? ptx::log2_approx(correction[r]) : 0.f;
       l[r] *= correction[r];

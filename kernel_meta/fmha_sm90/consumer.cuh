@@ -536,7 +536,7 @@ class Consumer {
     return !kPreparesValues && valid_rows < kTileKV;
   }
 
-  // A single consumer does it while it has logits to wait for.
+  // Where tiles have 64 rows, while there are logits to wait for.
   __device__ __forceinline__ void clear_first_values() {
     if (!has_foreign_values(first_valid_rows_)) return;
     ptx::mbarrier_wait(storage().v_full[v_ring_.stage], v_ring_.parity);
@@ -889,7 +889,7 @@ class Consumer {
   SmallRing<kStagesQ> next_q_{0};
   bool pending_ = false;
   int pending_valid_rows_ = 0;
-  int first_valid_rows_ = 0;  // of the tile's first block; single consumers only
+  int first_valid_rows_ = 0;  // of the tile's first block, where tiles have 64 rows
 
   // A pruned block has half as many probabilities in p_, and says where they belong.
   uint32_t metadata_[kCompressesKeys ? kPlaceWords : 1];

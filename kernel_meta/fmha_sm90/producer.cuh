@@ -134,7 +134,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params, int s
       continue;
     }
     load_k(blocks.end - 1);
-    // A single consumer looks at the first V while it has the first K.
+    // Where tiles have 64 rows, the first V is looked at while the first logits are made.
     if constexpr (!kSeamless) load_v(blocks.end - 1);
     for (int block = blocks.end - 2; block >= blocks.begin; --block) {
       if (leader && block - blocks.begin + 1 == kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);

@@ -289,6 +289,23 @@ def test_logits_that_grow_block_after_block(
     torch.testing.assert_close(lse, exact_lse, rtol=1e-6, atol=problem.lse_tolerance + 2 * rounding)
 
 
+@pytest.mark.parametrize("types", ["bf16", "fp8", "fp8 many keys"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_many_keys_of_little_weight_are_not_lost(
+    dims: tuple[int, int], types: str, device: torch.device, workspace: torch.Tensor
+) -> None:
+    """They meet references of keys that weigh e^5 as much, in numerators as in row sums."""
+    heavy, keys, in_query = 1024, 65536, 8
+    problem = make_problem([300], [keys], device=device, dims=dims, heads=MANY_HEADS, types=TYPES[types])
+    problem.query.zero_()
+    problem.key.zero_()
+    problem.value.fill_(1)
+    problem.query[..., 0] = in_query
+    problem.key[:-heavy, :, 0] = -5 * math.sqrt(dims[0]) / in_query
+    out, _ = call(problem, workspace)
+    torch.testing.assert_close(out.float(), torch.ones_like(out, dtype=torch.float32), rtol=0, atol=2e-2)
+
+
 @pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"is_causal": True, "window_left": 1700}], ids=str)
 @pytest.mark.parametrize("types", ["bf16", "fp8", "fp8 many keys"])
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)

@@ -346,6 +346,24 @@ def chosen_scheduler(given: dict[str, Any]) -> str:
     return str(prepared.kernel.row.scheduler)
 
 
+def capture(given: dict[str, Any], *, keep_graph: bool = False) -> torch.cuda.CUDAGraph:
+    """A graph of the call. Its kernels must have been loaded before."""
+    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
+    with torch.cuda.graph(graph):
+        run(given)
+    return graph
+
+
+def set_lengths(given: dict[str, Any], q_lens: list[int], kv_lens: list[int]) -> None:
+    """Changes the lengths in place, and poisons the results, for a replay that has to follow."""
+    device = given["query"].device
+    given["seq_lens"].copy_(torch.tensor(kv_lens))
+    given["cum_seq_lens_q"].copy_(edges(q_lens, device))
+    given["cum_seq_lens_kv"].copy_(edges(kv_lens, device))
+    for name in ("out", "lse"):
+        given[name].fill_(math.nan)
+
+
 def call(problem: Problem, workspace: torch.Tensor, **overrides: Any) -> Results:
     """The public call into poisoned results; returns (out, lse)."""
     return run(arguments(problem, workspace, **overrides))
@@ -426,6 +444,26 @@ def assert_matches(
     )
     empty = exact_lse == -math.inf
     assert bool((out[empty] == 0).all()), f"rows without keys are not zero {context}"
+
+
+def assert_matches_by(scheduler: str, problem: Problem, workspace: torch.Tensor, **overrides: Any) -> None:
+    """The call matches the reference, and its kernel finds its work in this way."""
+    given = arguments(problem, workspace, **overrides)
+    assert chosen_scheduler(given) == scheduler
+    assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+
+
+def assert_replays_follow(
+    problem: Problem, given: dict[str, Any], rounds: list[tuple[list[int], list[int]]]
+) -> None:
+    """Replays of a call that has run before match the reference for each (q_lens, kv_lens)."""
+    graph = capture(given)
+    for q_lens, kv_lens in rounds:
+        set_lengths(given, q_lens, kv_lens)
+        for _ in range(3):
+            graph.replay()
+        changed = replace(problem, q_lens=q_lens, kv_lens=kv_lens)
+        assert_matches(changed, (given["out"], given["lse"]), expect(changed))
 
 
 def assert_same_bits(

@@ -18,6 +18,7 @@ from tests.gpu.support import (
     assert_matches,
     assert_same_bits,
     call,
+    capture,
     constant_problem,
     expect,
     make_problem,
@@ -130,19 +131,12 @@ def test_a_scale_is_read_by_the_kernel_alone(device: torch.device, workspace: to
     problem = two_scores(device, bmm1_scale=scale)
     given = arguments(problem, workspace)
     run(given)
-    graph = capture(given)
+    graph = capture(given, keep_graph=True)
     for value, expected in ((1.0, 0.73106), (0.0, 0.5), (2.0, 0.88080)):
         scale.fill_(value)
         graph.replay()
         assert given["out"].float().mean().item() == pytest.approx(expected, abs=3e-3)
-    assert node_count(graph) == node_count(capture({**given, "bmm1_scale": 1.0}))
-
-
-def capture(given: dict[str, Any]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        run(given)
-    return graph
+    assert node_count(graph) == node_count(capture({**given, "bmm1_scale": 1.0}, keep_graph=True))
 
 
 def node_count(graph: torch.cuda.CUDAGraph) -> int:

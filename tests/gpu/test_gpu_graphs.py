@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from tests.gpu.support import (
     Problem,
     arguments,
     assert_matches,
+    capture,
     expect,
     make_problem,
     run,
@@ -26,13 +26,6 @@ pytestmark = pytest.mark.gpu
 REPLAYS = 1000
 BATCH = 6
 TOTAL_Q, TOTAL_KV = 700, 1500
-
-
-def capture(given: dict[str, Any]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(given)
-    return graph
 
 
 def random_lengths(rounds: int, total: int, *, seed: int) -> list[list[int]]:

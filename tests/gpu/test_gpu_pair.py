@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -13,15 +10,13 @@ from tests.gpu.support import (
     MASKS,
     TYPES,
     arguments,
-    assert_matches,
+    assert_matches_by,
+    assert_replays_follow,
     assert_same_bits,
     call,
     chosen_scheduler,
-    edges,
-    expect,
     make_problem,
     make_workspace,
-    run,
 )
 
 pytestmark = pytest.mark.gpu
@@ -58,18 +53,14 @@ def test_against_the_reference(
             padding=3,
             **MASKS[mask],
         ).with_options(bmm1_scale=scale, attention_sinks=torch.randn(heads[0], device=device))
-        given = arguments(problem, workspace)
-        assert chosen_scheduler(given) == "pair"
-        assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+        assert_matches_by("pair", problem, workspace)
 
 
 @pytest.mark.parametrize("kv_len", [63, 64, 65, 128, 129, 2048])
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_one_row(dims: tuple[int, int], kv_len: int, device: torch.device, workspace: torch.Tensor) -> None:
     problem = make_problem([1], [kv_len], device=device, dims=dims, heads=16, kv_heads=2, is_causal=True)
-    given = arguments(problem, workspace)
-    assert chosen_scheduler(given) == "pair"
-    assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+    assert_matches_by("pair", problem, workspace)
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
@@ -81,9 +72,7 @@ def test_maxima_far_apart(dims: tuple[int, int], device: torch.device, workspace
         problem.key.abs_().neg_()
         problem.key[loud].neg_()
         problem = problem.with_options(bmm1_scale=3.0)
-        given = arguments(problem, workspace)
-        assert chosen_scheduler(given) == "pair"
-        assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+        assert_matches_by("pair", problem, workspace)
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
@@ -92,9 +81,7 @@ def test_several_tiles_in_a_block(
 ) -> None:
     """Whoever says that queries are shorter than they are gets the same results."""
     problem = make_problem([3000, 2000], [500, 700], device=device, dims=dims, heads=4, kv_heads=4)
-    given = arguments(problem, workspace, max_q_len=1)
-    assert chosen_scheduler(given) == "pair"
-    assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+    assert_matches_by("pair", problem, workspace, max_q_len=1)
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
@@ -115,19 +102,5 @@ def test_graph_replays_with_other_lengths(dims: tuple[int, int], device: torch.d
     problem = make_problem(*lens, device=device, dims=dims, heads=8, kv_heads=8, is_causal=True)
     given = arguments(problem, make_workspace(device))
     assert chosen_scheduler(given) == "pair"
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(given)
-    for q_lens, kv_lens in [
-        ([1, 300, 0], [500, 5, 77]),
-        ([300, 300, 300], [0, 64, 65]),
-        ([2, 0, 65], [64, 0, 500]),
-    ]:
-        for lens, name in ((q_lens, "cum_seq_lens_q"), (kv_lens, "cum_seq_lens_kv")):
-            given[name].copy_(edges(lens, device))
-        given["out"].fill_(math.nan)
-        given["lse"].fill_(math.nan)
-        for _ in range(3):
-            graph.replay()
-        changed = replace(problem, q_lens=q_lens, kv_lens=kv_lens)
-        assert_matches(changed, (given["out"], given["lse"]), expect(changed))
+    rounds = [([1, 300, 0], [500, 5, 77]), ([300, 300, 300], [0, 64, 65]), ([2, 0, 65], [64, 0, 500])]
+    assert_replays_follow(problem, given, rounds)

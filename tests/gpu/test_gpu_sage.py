@@ -27,12 +27,14 @@ from tests.gpu.support import (
     assert_matches,
     assert_same_bits,
     call,
+    capture,
     edges,
     expect,
     make_problem,
     make_workspace,
     run,
     sage_columns,
+    set_lengths,
 )
 
 pytestmark = pytest.mark.gpu
@@ -279,20 +281,14 @@ def test_replays_follow_lengths_and_scales(
         scales.nan_to_num_(nan=float(scales[0, 0]))
     given = arguments(most, workspace, max_q_len=600)
     run(given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(given)
+    graph = capture(given)
     for q_lens, kv_lens in (
         ([0, 0, 0], [0, 0, 0]),
         ([1, 599, 0], [300, 600, 0]),
         ([200, 7, 393], [15, 17, 868]),
         ([0, 33, 5], [0, 0, 900]),
     ):
-        given["seq_lens"].copy_(torch.tensor(kv_lens))
-        given["cum_seq_lens_q"].copy_(edges(q_lens, device))
-        given["cum_seq_lens_kv"].copy_(edges(kv_lens, device))
-        for name in ("out", "lse"):
-            given[name].fill_(math.nan)
+        set_lengths(given, q_lens, kv_lens)
         for scales in (*most.options["sage_attn_sfs"][:2], most.options["sage_attn_sfs"][3]):
             scales.mul_(1.1)
         graph.replay()

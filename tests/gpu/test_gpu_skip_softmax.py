@@ -22,6 +22,7 @@ from tests.gpu.support import (
     assert_matches,
     assert_same_bits,
     call,
+    capture,
     expect,
     make_problem,
     poisoned,
@@ -273,9 +274,7 @@ def test_a_replay_counts_again(device: torch.device, workspace: torch.Tensor) ->
     given = {**arguments(problem, workspace), "skip_softmax_counts": counts}
     run(given)
     once = counts.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(given)
+    graph = capture(given)
     for _ in range(3):
         graph.replay()
     assert torch.equal(counts, 4 * once)

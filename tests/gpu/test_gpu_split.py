@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +14,11 @@ from tests.gpu.support import (
     Guarded,
     arguments,
     assert_matches,
+    assert_matches_by,
+    assert_replays_follow,
     assert_same_bits,
     call,
     chosen_scheduler,
-    edges,
     expect,
     make_problem,
     make_workspace,
@@ -65,9 +65,7 @@ def test_one_long_sequence(dims: tuple[int, int], device: torch.device, workspac
         problem = make_problem(
             [q_len], [kv_len], device=device, dims=dims, heads=heads, kv_heads=kv_heads, is_causal=True
         ).with_options(bmm1_scale=torch.tensor([-0.08], device=device), bmm2_scale=0.5)
-        given = arguments(problem, workspace)
-        assert chosen_scheduler(given) == "split"
-        assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+        assert_matches_by("split", problem, workspace)
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
@@ -99,9 +97,7 @@ def test_divided_as_the_lengths_ask(
             kv_heads=heads[1],
             is_causal=is_causal,
         ).with_options(attention_sinks=torch.randn(heads[0], device=device))
-        given = arguments(problem, workspace)
-        assert chosen_scheduler(given) == "split"
-        assert_matches(problem, (given["out"], given["lse"]), expect(problem))
+        assert_matches_by("split", problem, workspace)
 
 
 def test_the_rule_leaves_many_rows_to_the_others(device: torch.device, workspace: torch.Tensor) -> None:
@@ -155,19 +151,5 @@ def test_graph_replays_with_other_lengths(device: torch.device) -> None:
     problem = make_problem([4, 4, 4], [3000, 3000, 3000], device=device, heads=8, kv_heads=2, is_causal=True)
     given = arguments(problem, make_workspace(device))
     run(given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(given)
-    for q_lens, kv_lens in [
-        ([1, 4, 0], [3000, 5, 77]),
-        ([4, 4, 4], [0, 3000, 129]),
-        ([2, 0, 3], [640, 0, 3000]),
-    ]:
-        for lens, name in ((q_lens, "cum_seq_lens_q"), (kv_lens, "cum_seq_lens_kv")):
-            given[name].copy_(edges(lens, device))
-        given["out"].fill_(math.nan)
-        given["lse"].fill_(math.nan)
-        for _ in range(3):
-            graph.replay()
-        changed = replace(problem, q_lens=q_lens, kv_lens=kv_lens)
-        assert_matches(changed, (given["out"], given["lse"]), expect(changed))
+    rounds = [([1, 4, 0], [3000, 5, 77]), ([4, 4, 4], [0, 3000, 129]), ([2, 0, 3], [640, 0, 3000])]
+    assert_replays_follow(problem, given, rounds)

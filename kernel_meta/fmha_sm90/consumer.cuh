@@ -710,8 +710,8 @@ class Consumer {
   // The softmax wants a positive scale.
   __device__ __forceinline__ void negate_query_in_place() {
     uint32_t* words = reinterpret_cast<uint32_t*>(storage().q[q_stage()][row_group()]);
-    constexpr int kThreads = 128 * kShares;
-    for (int i = threadIdx.x & (kThreads - 1); i < kQBytes / 4; i += kThreads) words[i] ^= kSignBits;
+    constexpr int kSharing = 128 * kShares;  // threads
+    for (int i = threadIdx.x & (kSharing - 1); i < kQBytes / 4; i += kSharing) words[i] ^= kSignBits;
     ptx::fence_proxy_async();
     if constexpr (kPairs) {
       wait_for_both();

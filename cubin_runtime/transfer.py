@@ -84,7 +84,7 @@ class Transfers:
         attempts: list[Attempt],
         progress: Progress = lambda size: None,
         first: Sequence[Mirror] = (),
-        pause: Pause = lambda seconds: time.sleep(seconds),
+        pause: Pause = lambda seconds: time.sleep(seconds),  # looked up late: tests replace it
     ) -> str | None:
         """Completes `sink` with verified bytes, and returns where from; None if no mirror has them.
 

@@ -11,16 +11,20 @@ class TicketCounter {
  public:
   __device__ TicketCounter(unsigned long long* word, uint32_t tag) : word_(word), tag_(tag) {}
 
-  __device__ __forceinline__ int draw() const {
-    unsigned long long seen = atomicAdd(word_, 1ull);
+  // A block's first ticket. Foreign content is swapped as a whole: who added to it would keep others from swapping it,
+  // and where blocks draw one after another, all of them would wait for the last.
+  __device__ __forceinline__ int draw_first() const {
+    unsigned long long seen = 0;  // what is there most often
     while (tag_of(seen) != tag_) {
-      const unsigned long long ours = seen + 1;
-      const unsigned long long found = atomicCAS(word_, ours, static_cast<unsigned long long>(tag_) << 32 | 1);
-      if (found == ours) return 0;
-      seen = tag_of(found) == tag_ ? atomicAdd(word_, 1ull) : found - 1;
+      const unsigned long long found = atomicCAS(word_, seen, static_cast<unsigned long long>(tag_) << 32 | 1);
+      if (found == seen) return 0;
+      seen = found;
     }
-    return static_cast<int>(seen);
+    return draw_next();
   }
+
+  // Any later one: the word is the launch's already.
+  __device__ __forceinline__ int draw_next() const { return static_cast<int>(atomicAdd(word_, 1ull)); }
 
   __device__ __forceinline__ void release() const { *static_cast<volatile unsigned long long*>(word_) = 0; }
 

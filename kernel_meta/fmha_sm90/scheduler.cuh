@@ -3,7 +3,8 @@
 // Order: sequence by sequence, of up to 32 the one with the most keys first. Inside a sequence, groups of
 // heads whose keys and values share the L2 cache; inside a group the longest rows of a causal mask first, heads
 // innermost. Split: tile by tile, its parts side by side. Tile i < gridDim.x belongs to block i; later ones go to
-// whoever draws the next ticket.
+// whoever draws the next ticket. If a block has two tiles at most, of one sequence, nobody draws: the second ones are
+// dealt backwards, so that the longest goes with the shortest.
 #pragma once
 #include "common/ptx/math.cuh"
 #include "common/tickets.cuh"
@@ -46,12 +47,12 @@ class TileScheduler {
   __device__ __forceinline__ void advance() {
     int ticket = 0;
     if (everything_is_assigned()) {
-      index_ = window_begin_ + window_tiles_;
+      index_ = index_ < blocks() ? 2 * blocks() - 1 - index_ : window_begin_ + window_tiles_;
       return;
     }
-    if ((threadIdx.x & 31) == 0) ticket = counter_.draw();
+    if ((threadIdx.x & 31) == 0) ticket = ticket_ < 0 ? counter_.draw_first() : counter_.draw_next();
     ticket_ = __shfl_sync(~0u, ticket, 0);
-    index_ = gridDim.x + ticket_;
+    index_ = blocks() + ticket_;
   }
 
   // Call once, after current() has returned a tile without work.
@@ -64,9 +65,12 @@ class TileScheduler {
   }
 
  private:
-  // One block per tile: nobody draws. Every block must come to the same answer, hence one window only.
+  static __device__ __forceinline__ int blocks() { return gridDim.x; }
+
+  // Every block must come to the same answer, hence one window only.
   __device__ __forceinline__ bool everything_is_assigned() const {
-    return params_.batch_size <= kWindow && window_begin_ + window_tiles_ <= static_cast<int>(gridDim.x);
+    const int rounds = params_.batch_size == 1 ? 2 : 1;
+    return params_.batch_size <= kWindow && window_begin_ + window_tiles_ <= rounds * blocks();
   }
 
   __device__ __forceinline__ void load_window(int lane) {

@@ -163,7 +163,7 @@ __device__ __forceinline__ int arrive(const common::TicketCounter& tickets) {
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    ticket = tickets.draw();
+    ticket = tickets.draw_first();
     __threadfence();
   }
   __syncthreads();

@@ -440,6 +440,45 @@ def test_few_rows_over_few_keys_get_a_pair() -> None:
     assert "this kernel is for few query rows (batch_size, max_q_len), the call has many" in many.explain()
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_pair"),
+    [
+        ({"max_q_len": 768, "max_kv_len": 1024}, True),  # 192 tiles
+        ({"max_q_len": 1024, "max_kv_len": 1024}, True),  # 256
+        ({"max_q_len": 1088, "max_kv_len": 1088}, False),  # 272
+        (
+            {"max_q_len": 512, "max_kv_len": 512, "num_heads_q": 24, "num_heads_kv": 24},
+            True,
+        ),  # 192 short ones
+        (
+            {"max_q_len": 512, "max_kv_len": 512, "num_heads_q": 32, "num_heads_kv": 32},
+            False,
+        ),  # 256 short ones
+        ({"max_q_len": 767, "max_kv_len": 1024}, False),  # hardly a short one
+        ({"max_q_len": 768, "max_kv_len": 1024, "mask_type": MaskType.DENSE}, False),
+        ({"max_q_len": 384, "max_kv_len": 384, "batch_size": 2}, False),
+        ({"max_q_len": 768, "max_kv_len": 768, "dtype_v": DType.E4M3}, False),
+    ],
+)
+def test_one_causal_sequence_may_have_two_tiles_for_a_multiprocessor(
+    changes: dict[str, Any], is_pair: bool
+) -> None:
+    heads = {"num_heads_q": 16, "num_heads_kv": 16, "batch_size": 1}
+    rows = [
+        make_row(
+            dtype_v=changes.get("dtype_v", DType.BF16),
+            mask_type=changes.get("mask_type", MaskType.CAUSAL),
+            **kind,
+        )
+        for kind in ({}, {"scheduler": Scheduler.PAIR, "tile_q": 64})
+    ]
+    selection = select(make_request(**(heads | changes)), rows)
+    assert selection.row is rows[is_pair]
+    assert (
+        "64-row tiles for 132 multiprocessors, the longest with the shortest" in selection.reason
+    ) == is_pair
+
+
 @given(kernel_requests(), st.lists(kernel_rows(), max_size=8))
 def test_lengths_that_decide_nothing_can_be_left_out(request_: KernelRequest, rows: list[KernelRow]) -> None:
     assert select(without_lengths(request_), rows).row is select(request_, rows).row

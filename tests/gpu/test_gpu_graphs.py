@@ -15,9 +15,12 @@ from tests.gpu.support import (
     Problem,
     arguments,
     assert_matches,
+    assert_replays_follow,
     capture,
+    chosen_scheduler,
     expect,
     make_problem,
+    make_workspace,
     run,
 )
 
@@ -85,6 +88,15 @@ def test_replays_follow_lengths_changed_in_place(
             now = Problem(most.query, most.key, most.value, q_rounds[number], kv_rounds[number], most.options)
             assert_matches(now, (given["out"], given["lse"]), expect(now), context=f"in replay {number}")
     assert bool(all_right)
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_replays_of_one_long_sequence(dims: tuple[int, int], device: torch.device) -> None:
+    """Tiles are drawn, or dealt: two to a block, or one."""
+    problem = make_problem([2500], [2500], device=device, dims=dims, heads=16, kv_heads=4, is_causal=True)
+    given = arguments(problem, make_workspace(device))
+    assert chosen_scheduler(given) == "persistent"
+    assert_replays_follow(problem, given, [([n], [n]) for n in (2500, 1800, 2500, 900, 1, 2400, 2000)])
 
 
 def test_replays_of_one_graph_in_flight_together(device: torch.device, workspace: torch.Tensor) -> None:

@@ -84,6 +84,26 @@ def test_several_tiles_in_a_block(
     assert_matches_by("pair", problem, workspace, max_q_len=1)
 
 
+@pytest.mark.parametrize("lens", [(640, 640), (600, 790), (1029, 1000)], ids=str)
+@pytest.mark.parametrize("types", SIXTEEN_BITS)
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_one_sequence_with_two_tiles_in_a_block(
+    dims: tuple[int, int], types: str, lens: tuple[int, int], device: torch.device, workspace: torch.Tensor
+) -> None:
+    problem = make_problem(
+        [lens[0]],
+        [lens[1]],
+        device=device,
+        dims=dims,
+        heads=15,
+        kv_heads=15,
+        types=TYPES[types],
+        padding=3,
+        is_causal=True,
+    )
+    assert_matches_by("pair", problem, workspace)
+
+
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_runs_repeat_bit_for_bit(
     dims: tuple[int, int], device: torch.device, workspace: torch.Tensor
@@ -104,3 +124,14 @@ def test_graph_replays_with_other_lengths(dims: tuple[int, int], device: torch.d
     assert chosen_scheduler(given) == "pair"
     rounds = [([1, 300, 0], [500, 5, 77]), ([300, 300, 300], [0, 64, 65]), ([2, 0, 65], [64, 0, 500])]
     assert_replays_follow(problem, given, rounds)
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_graph_replays_of_one_sequence(dims: tuple[int, int], device: torch.device) -> None:
+    """Blocks have one tile or two or none from replay to replay."""
+    problem = make_problem([1000], [1000], device=device, dims=dims, heads=16, kv_heads=16, is_causal=True)
+    given = arguments(problem, make_workspace(device))
+    assert chosen_scheduler(given) == "pair"
+    assert_replays_follow(
+        problem, given, [([n], [kv]) for n, kv in [(1000, 900), (500, 1000), (0, 7), (540, 540)]]
+    )

@@ -80,8 +80,9 @@ class Consumer : ConsumerProducts {
       maxima_.begin(rows, params_.skip.factor, tile.kv_len, softmax_.scale);
       tally_tile(blocks, last);
     }
+    const int values_end = end_of_values(tile, shared);
     int block = blocks.end - 1;
-    if constexpr (!kSeamless) first_valid_rows_ = tile.kv_len - block * kTileKV;
+    if constexpr (!kSeamless) first_valid_rows_ = values_end - block * kTileKV;
     if (kSeamless && pending_ && has_weights()) {
       first_step<Block::masked, Block::whole>(mask, block, last, staged);
     } else {
@@ -93,25 +94,25 @@ class Consumer : ConsumerProducts {
     const bool waits = kAssumesReference && !(kMovesBySums && key_end(tile, first_token) > (blocks.end - 1) * kTileKV);
     const int full_end = waits ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
     const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
-    for (--block; block >= max(full_end, last); --block) later_step<Block::masked>(mask, block, last, tile.kv_len);
+    for (--block; block >= max(full_end, last); --block) later_step<Block::masked>(mask, block, last, values_end);
     if constexpr (kMovesBySums) {
       if (kSage && one_scale_per_group(params_)) {
-        for (; block >= full_begin; --block) step_by_sums<true>(block, last, tile.kv_len);
+        for (; block >= full_begin; --block) step_by_sums<true>(block, last, values_end);
       } else {
-        for (; block >= full_begin; --block) step_by_sums<false>(block, last, tile.kv_len);
+        for (; block >= full_begin; --block) step_by_sums<false>(block, last, values_end);
       }
     } else if constexpr (kAssumesReference) {
       for (bool within = true; within && block >= full_begin; --block) {
-        within = step_within_reference<Block::whole>(block, last, tile.kv_len);
+        within = step_within_reference<Block::whole>(block, last, values_end);
       }
     }
     if constexpr (!kMovesBySums) {
-      for (; block >= full_begin; --block) later_step<Block::whole>(mask, block, last, tile.kv_len);
+      for (; block >= full_begin; --block) later_step<Block::whole>(mask, block, last, values_end);
     }
     if constexpr (kMask == MaskType::sliding) {
-      for (; block >= last; --block) later_step<Block::masked>(mask, block, last, tile.kv_len);
+      for (; block >= last; --block) later_step<Block::masked>(mask, block, last, values_end);
     }
-    pending_valid_rows_ = tile.kv_len - last * kTileKV;
+    pending_valid_rows_ = values_end - last * kTileKV;
     pending_ = true;
     if constexpr (!kSeamless) flush();
   }
@@ -192,21 +193,21 @@ class Consumer : ConsumerProducts {
   }
 
   template <Block kNow>
-  __device__ __forceinline__ void later_step(const Mask& mask, int block, int last, int kv_len) {
+  __device__ __forceinline__ void later_step(const Mask& mask, int block, int last, int values_end) {
     if constexpr (!kSkipsSoftmax) {
-      step<kNow>(mask, block, last, kv_len);
+      step<kNow>(mask, block, last, values_end);
     } else if (has_weights()) {
-      step_or_skip<kNow, true>(mask, block, last, kv_len);
+      step_or_skip<kNow, true>(mask, block, last, values_end);
     } else {
-      step_or_skip<kNow, false>(mask, block, last, kv_len);
+      step_or_skip<kNow, false>(mask, block, last, values_end);
     }
   }
 
   template <Block kNow, Block kBefore = kNow>
-  __device__ __forceinline__ void step(const Mask& mask, int block, int last, int kv_len) {
+  __device__ __forceinline__ void step(const Mask& mask, int block, int last, int values_end) {
     take_turn();
     issue_logits();
-    issue_output<kBefore>(kv_len - (block + 1) * kTileKV);
+    issue_output<kBefore>(values_end - (block + 1) * kTileKV);
     pass_turn();
     if constexpr (kFetchesScalesEarly) fetch_group_scales();
     // P is out of registers then.
@@ -231,10 +232,10 @@ class Consumer : ConsumerProducts {
   // A block that all rows see whole, behind one that was treated alike. Returns false where a row outgrew its
   // reference: then the logits are made again, from K that is still there, and the rest had better look first.
   template <Block kNow>
-  __device__ __forceinline__ bool step_within_reference(int block, int last, int kv_len) {
+  __device__ __forceinline__ bool step_within_reference(int block, int last, int values_end) {
     take_turn();
     issue_logits();
-    issue_output<kNow>(kv_len - (block + 1) * kTileKV);
+    issue_output<kNow>(values_end - (block + 1) * kTileKV);
     pass_turn();
     if constexpr (kSage) fetch_group_scales();
     ptx::wgmma_wait<1>();
@@ -268,10 +269,10 @@ class Consumer : ConsumerProducts {
   // The same where rows move by their sums. A warp sees to its own 16, and waits for no other one. Sage: a loop for
   // each kind of scales, so that those of groups are read while Q K^T is under way.
   template <bool kGrouped>
-  __device__ __forceinline__ void step_by_sums(int block, int last, int kv_len) {
+  __device__ __forceinline__ void step_by_sums(int block, int last, int values_end) {
     take_turn();
     issue_logits();
-    issue_output<Block::whole>(kv_len - (block + 1) * kTileKV);
+    issue_output<Block::whole>(values_end - (block + 1) * kTileKV);
     if constexpr (kSage && kGrouped) fetch_group_scales();
     ptx::wgmma_wait<1>();
     ptx::hold_registers(products_.of(s_));
@@ -307,10 +308,10 @@ class Consumer : ConsumerProducts {
   // A step that leaves the block out where it may (skip.cuh). Two bodies instead of a branch around P V, which
   // would keep the compiler from overlapping products.
   template <Block kNow, bool kHasWeights>
-  __device__ __forceinline__ void step_or_skip(const Mask& mask, int block, int last, int kv_len) {
+  __device__ __forceinline__ void step_or_skip(const Mask& mask, int block, int last, int values_end) {
     take_turn();
     issue_logits();
-    if constexpr (kHasWeights) issue_output<kNow>(kv_len - (block + 1) * kTileKV);
+    if constexpr (kHasWeights) issue_output<kNow>(values_end - (block + 1) * kTileKV);
     pass_turn();
     ptx::wgmma_wait<kHasWeights ? 1 : 0>();
     logits_arrived(block == last);

@@ -151,6 +151,14 @@ class ConsumerProducts {
      ...);
   }
 
+  // Key behind which V may hold something else than the sequence's values and zeros. Where the tensor ends with the
+  // sequence, the copy engine fills in zeros.
+  __device__ __forceinline__ int end_of_values(const Tile& tile, const Tile& shared) const {
+    constexpr int kNowhere = 0x7fffffff;
+    if constexpr (kPreparesValues) return tile.kv_len;  // nobody asks
+    return shuffled(shared.kv_start) + tile.kv_len == params_.total_kv ? kNowhere : tile.kv_len;
+  }
+
   // Of the blocks of a tile, only the first one.
   static __device__ __forceinline__ bool has_foreign_values(int valid_rows) {
     return !kPreparesValues && valid_rows < kTileKV;

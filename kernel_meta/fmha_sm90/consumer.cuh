@@ -53,9 +53,15 @@ class Consumer : ConsumerProducts {
     const int last = shared_blocks.begin;
     if (blocks.end < shared_blocks.end) flush_pending();
     for (int block = shared_blocks.end - 1; block >= max(blocks.end, last); --block) skip_block();
+    if constexpr (kPairs) {
+      alone_ = tile_blocks.end - tile_blocks.begin <= 1;
+      if (alone_ && warpgroup_ != 0) {
+        if (!tile_blocks.empty()) skip_query();
+        return;
+      }
+    }
     if (blocks.empty()) {
       flush_pending();
-      if (kPairs && !tile_blocks.empty()) skip_query();
       if (first_token < tile.q_len) finish_without_keys(shared, first_token);
       return;
     }
@@ -377,8 +383,18 @@ class Consumer : ConsumerProducts {
     } else {
       pass_values();
     }
-    finish_tile<!kSeamless>(softmax_, false);
+    finish_last();
     pending_ = false;
+  }
+
+  __device__ __forceinline__ void finish_last() {
+    if constexpr (kPairs) {
+      if (!alone_) {
+        finish_tile<true, true>(softmax_, false);
+        return;
+      }
+    }
+    finish_tile<!kSeamless>(softmax_, false);
   }
 
   template <Block kBlock>
@@ -415,8 +431,9 @@ class Consumer : ConsumerProducts {
     __syncwarp();
   }
 
-  // kAwaitsOutput: the last product is under way, beside all of this that does not need O.
-  template <bool kAwaitsOutput = false>
+  // kAwaitsOutput: the last product is under way, beside all of this that does not need O. kShared: the tile's keys
+  // are divided, and so are the columns of its rows.
+  template <bool kAwaitsOutput = false, bool kShared = false>
   __device__ __forceinline__ void finish_tile(Softmax& softmax, bool staged) {
     const PendingTile tile = mine();
     const Rows rows(tile.token, tile.q_len, params_);
@@ -430,7 +447,7 @@ class Consumer : ConsumerProducts {
         return;
       }
     }
-    if constexpr (kPairs) {
+    if constexpr (kShared) {
       if constexpr (kAwaitsOutput) output_arrived();
       keep_half(warpgroup_, rows, o_, softmax);
     }
@@ -444,7 +461,7 @@ class Consumer : ConsumerProducts {
       lse[r] = result.lse;
     }
     if (!kPairs || warpgroup_ == 0) store_lse(params_, tile, rows, lse);
-    if constexpr (kAwaitsOutput && !kPairs) output_arrived();
+    if constexpr (kAwaitsOutput && !kShared) output_arrived();
     if (staged) {
       stage_rows(storage().q[0][warpgroup_], o_, factor);
       if ((threadIdx.x & 127) == 0) storage().store[warpgroup_] = {tile.q_start + tile.token, tile.head};
@@ -452,7 +469,11 @@ class Consumer : ConsumerProducts {
       arrive(storage().store_full[warpgroup_]);
     } else {
       if constexpr (kSage) scale_by_channels(o_, channel_scales());
-      store_rows(params_, tile, rows, o_, factor);
+      if constexpr (kShared) {
+        store_rows<kHeadDimV / kShares>(params_, tile, rows, o_, factor, warpgroup_ * (kHeadDimV / kShares));
+      } else {
+        store_rows(params_, tile, rows, o_, factor);
+      }
     }
   }
 
@@ -522,6 +543,7 @@ class Consumer : ConsumerProducts {
   bool pending_ = false;
   int pending_valid_rows_ = 0;
   bool pending_pruned_ = false;  // the pending tile's last block
+  bool alone_ = false;           // pairs: the tile has one block of keys at most, which the first consumer sees to
 };
 
 }  // namespace fmha

@@ -66,6 +66,12 @@ class Consumer : ConsumerProducts {
       return;
     }
 
+    if constexpr (kPairs) {
+      if (alone_ && tile.kv_len - last * kTileKV <= kFewKeys) {
+        process_few_keys(tile, shared, last, first_token);
+        return;
+      }
+    }
     if constexpr (kSage) {
       query_scales_ = load_query_scales(params_, shared, Rows(first_token, tile.q_len, params_));
     }
@@ -121,6 +127,28 @@ class Consumer : ConsumerProducts {
     pending_valid_rows_ = values_end - last * kTileKV;
     pending_ = true;
     if constexpr (!kSeamless) flush();
+  }
+
+  // Pairs: the same where the tile's one block has few keys of the sequence. They have products of their own.
+  __device__ __forceinline__ void process_few_keys(const Tile& tile, const Tile& shared, int block, int first_token) {
+    wait_for_query();
+    if constexpr (kQInRegisters) release_query();
+    const Mask mask(tile, Rows(first_token, tile.q_len, params_), params_.window_left);
+    first_valid_rows_ = end_of_values(tile, shared) - block * kTileKV;
+    float s[kFewKeys / 2];
+    take_turn();
+    issue_logits<kFewKeys>(s);
+    clear_first_values<kFewKeys>();
+    ptx::wgmma_wait<0>();
+    ptx::hold_registers(s);
+    keys_read(true);
+    mask.apply(s, block);
+    softmax_.first(s);
+    probabilities_to_operand(s);
+    remember(shared, first_token);
+    start_output();
+    issue_output<Block::masked, kFewKeys>(first_valid_rows_);
+    finish_tile<true>(softmax_, false);
   }
 
   // The same for rows with spcompress: all blocks that are not pruned are masked.

@@ -155,10 +155,10 @@ class ConsumerProducts {
   }
 
   // Key behind which V may hold something else than the sequence's values and zeros. Where the tensor ends with the
-  // sequence, the copy engine fills in zeros.
+  // sequence, the copy engine fills in zeros; to see that is worth it for few tiles.
   __device__ __forceinline__ int end_of_values(const Tile& tile, const Tile& shared) const {
     constexpr int kNowhere = 0x7fffffff;
-    if constexpr (kPreparesValues) return tile.kv_len;  // nobody asks
+    if constexpr (!kPairs) return tile.kv_len;
     return shuffled(shared.kv_start) + tile.kv_len == params_.total_kv ? kNowhere : tile.kv_len;
   }
 

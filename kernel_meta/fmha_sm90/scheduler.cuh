@@ -73,8 +73,9 @@ class TileScheduler {
     return params_.batch_size <= kWindow && window_begin_ + window_tiles_ <= rounds * blocks();
   }
 
-  // Then every lane has the sequence: there is nothing to exchange on the way to the first tile.
-  __device__ __forceinline__ bool only_one_sequence() const { return !kSplit && params_.batch_size == 1; }
+  // Then every lane has the sequence: there is nothing to exchange on the way to the first tile. Where that is one of
+  // many, it does not count.
+  __device__ __forceinline__ bool only_one_sequence() const { return kPairs && params_.batch_size == 1; }
 
   __device__ __forceinline__ void load_window(int lane) {
     if (only_one_sequence()) {
@@ -102,10 +103,10 @@ class TileScheduler {
     int q_blocks = q_blocks_, parts = 1, lane = 0;
     if (!only_one_sequence()) {
       lane = __ffs(__ballot_sync(~0u, tiles_through_lane_ > offset)) - 1;
-      sequence = of_lane(sequence_, lane);
       q_blocks = __shfl_sync(~0u, q_blocks_, lane);
       parts = __shfl_sync(~0u, division_.parts, lane);
       offset -= __shfl_sync(~0u, tiles_through_lane_, lane) - q_blocks * head_tiles_ * parts;
+      sequence = of_lane(sequence_, lane);
     }
     Tile tile{};
     tile.work = 1;

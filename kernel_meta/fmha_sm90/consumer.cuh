@@ -53,12 +53,11 @@ class Consumer : ConsumerProducts {
     const int last = shared_blocks.begin;
     if (blocks.end < shared_blocks.end) flush_pending();
     for (int block = shared_blocks.end - 1; block >= max(blocks.end, last); --block) skip_block();
-    if constexpr (kPairs) {
-      alone_ = tile_blocks.end - tile_blocks.begin <= 1;
-      if (alone_ && warpgroup_ != 0) {
-        if (!tile_blocks.empty()) skip_query();
-        return;
-      }
+    // Pairs: there is one block at most, which is the first consumer's.
+    const bool alone = kPairs && tile_blocks.end - tile_blocks.begin <= 1;
+    if (alone && warpgroup_ != 0) {
+      if (!tile_blocks.empty()) skip_query();
+      return;
     }
     if (blocks.empty()) {
       flush_pending();
@@ -67,7 +66,7 @@ class Consumer : ConsumerProducts {
     }
 
     if constexpr (kPairs) {
-      if (alone_ && tile.kv_len - last * kTileKV <= kFewKeys) {
+      if (alone && tile.kv_len - last * kTileKV <= kFewKeys) {
         process_few_keys(tile, shared, last, first_token);
         return;
       }
@@ -126,7 +125,7 @@ class Consumer : ConsumerProducts {
     }
     pending_valid_rows_ = values_end - last * kTileKV;
     pending_ = true;
-    if constexpr (!kSeamless) flush();
+    if constexpr (!kSeamless) flush(!alone);
   }
 
   // Pairs: the same where the tile's one block has few keys of the sequence. They have products of their own.
@@ -402,8 +401,8 @@ class Consumer : ConsumerProducts {
   }
 
   // The pending tile without a next block to hide behind. Its rows go out directly: the Q buffer may already hold
-  // the next Q.
-  __device__ __forceinline__ void flush() {
+  // the next Q. `shared`: pairs, both consumers have keys of it.
+  __device__ __forceinline__ void flush(bool shared = false) {
     if (kCompressesKeys && pending_pruned_) {
       last_output<Block::pruned>();
     } else if (has_weights()) {
@@ -411,13 +410,13 @@ class Consumer : ConsumerProducts {
     } else {
       pass_values();
     }
-    finish_last();
+    finish_last(shared);
     pending_ = false;
   }
 
-  __device__ __forceinline__ void finish_last() {
+  __device__ __forceinline__ void finish_last(bool shared) {
     if constexpr (kPairs) {
-      if (!alone_) {
+      if (shared) {
         finish_tile<true, true>(softmax_, false);
         return;
       }
@@ -571,7 +570,6 @@ class Consumer : ConsumerProducts {
   bool pending_ = false;
   int pending_valid_rows_ = 0;
   bool pending_pruned_ = false;  // the pending tile's last block
-  bool alone_ = false;           // pairs: the tile has one block of keys at most, which the first consumer sees to
 };
 
 }  // namespace fmha

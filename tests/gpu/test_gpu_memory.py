@@ -213,9 +213,7 @@ def test_guard_regions(
     plain = make_problem(lens, lens, device=device, dims=dims, heads=heads, padding=padding, **MASKS[mask])
     plain.key[sum(lens) :], plain.value[sum(lens) :], plain.query[sum(lens) :] = math.nan, math.inf, math.nan
 
-    inner = replace(
-        plain, **{name: surrounded(getattr(plain, name)) for name in ("query", "key", "value")}
-    )
+    inner = replace(plain, **{name: surrounded(getattr(plain, name)) for name in ("query", "key", "value")})
     out = Guarded(plain.out_shape, plain.query.dtype, device)
     lse = Guarded(plain.out_shape[:2], torch.float32, device)
     results = call(inner, workspace, out=out.tensor, lse=lse.tensor)

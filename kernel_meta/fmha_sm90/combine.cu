@@ -1,7 +1,8 @@
 // Combines the parts of divided tiles: out = bmm2_scale * sum of 2^(m_p - m) sums_p / sum of 2^(m_p - m) l_p.
 //
-// kSlices blocks per slot. The blocks of a tile's parts share its rows evenly, so all have the same work; the order of
-// every sum is fixed by the numbers of parts and rows, so results repeat bit for bit.
+// kSlices blocks per slot. Of a tile, the warps of all of its parts' blocks share the rows that exist, and the columns
+// of a row where rows are fewer; the lanes that a warp's columns leave share the parts. The order of every sum is fixed
+// by the numbers of parts and rows, so results repeat bit for bit.
 #include "common/ptx/grid.cuh"
 #include "parts.h"
 #include "row_result.cuh"
@@ -29,68 +30,71 @@ struct CombineParams {
 
 constexpr int kWarps = 8;
 constexpr int kSlices = 4;
+constexpr int kInFlight = 4;  // parts that a lane loads at a time
 constexpr int kLaneColumns = 4;
-constexpr int kWarpColumns = 32 * kLaneColumns;
-constexpr int kMaxHeadDim = 256;
-constexpr int kPacked = 64;  // rows of one consumer warpgroup
+constexpr int kLeastLanes = 4;  // of a part: they read 64 bytes together
+constexpr int kPacked = 64;     // rows of one consumer warpgroup
 
-// What a warp has added up of a row.
+// What a lane has added up of its columns of a row.
 struct Sum {
   float top = -kInfinity, l = 0.f;
-  float4 columns[kMaxHeadDim / kWarpColumns] = {};
+  float4 x = {};
+
+  static __device__ __forceinline__ float weight(float top, float new_top) {
+    return top == -kInfinity ? 0.f : ptx::exp2_approx(top - new_top);
+  }
 
   __device__ __forceinline__ void rescale_to(float new_top) {
-    const float weight = top == -kInfinity ? 0.f : ptx::exp2_approx(top - new_top);
-    l *= weight;
-    for (float4& c : columns) c = {c.x * weight, c.y * weight, c.z * weight, c.w * weight};
+    const float w = weight(top, new_top);
+    l *= w;
+    x = {x.x * w, x.y * w, x.z * w, x.w * w};
     top = new_top;
   }
 
-  __device__ __forceinline__ void add(float weight, int i, float4 x) {
-    float4& c = columns[i];
-    c = {fmaf(weight, x.x, c.x), fmaf(weight, x.y, c.y), fmaf(weight, x.z, c.z), fmaf(weight, x.w, c.w)};
+  // What has a reference no higher than `top`.
+  __device__ __forceinline__ void add(float its_top, float its_l, float4 y) {
+    const float w = weight(its_top, top);
+    l = fmaf(w, its_l, l);
+    x = {fmaf(w, y.x, x.x), fmaf(w, y.y, x.y), fmaf(w, y.z, x.z), fmaf(w, y.w, x.w)};
   }
 };
 
-struct Shared {
-  float2 statistics[kWarps];
-  float4 columns[kWarps][kMaxHeadDim / kLaneColumns];
-};
-
 // Parts first, first + step, ... of one row of the tile.
-template <int kColumnGroups>
-__device__ __forceinline__ Sum add_parts(const CombineParams& params, const Part& tile, int row, int first, int step) {
-  constexpr int kInFlight = 4 / kColumnGroups;
+__device__ __forceinline__ Sum add_parts(const CombineParams& params, const Part& tile, int row, int group, int first,
+                                         int step) {
   Sum sum;
   for (int begin = first; begin < tile.parts; begin += kInFlight * step) {
     float2 statistics[kInFlight];
-    float4 x[kInFlight][kColumnGroups];
-    float top = sum.top;
+    float4 x[kInFlight];
 #pragma unroll
     for (int n = 0; n < kInFlight; ++n) {
       const int part = begin + n * step;
       statistics[n] = {-kInfinity, 0.f};
+      x[n] = {};
       if (part >= tile.parts) continue;
       const int at = (tile.first_slot + part) * params.tile_rows + row;
       statistics[n] = params.divided.statistics[at];
-      const float4* sums = reinterpret_cast<const float4*>(params.divided.sums + at * params.head_dim_v);
-#pragma unroll
-      for (int i = 0; i < kColumnGroups; ++i) x[n][i] = sums[(threadIdx.x & 31) + 32 * i];
+      x[n] = reinterpret_cast<const float4*>(params.divided.sums + at * params.head_dim_v)[group];
     }
+    float top = sum.top;
 #pragma unroll
     for (int n = 0; n < kInFlight; ++n) top = fmaxf(top, statistics[n].x);
-    if (top == -kInfinity) continue;
     sum.rescale_to(top);
 #pragma unroll
-    for (int n = 0; n < kInFlight; ++n) {
-      if (statistics[n].x == -kInfinity) continue;
-      const float weight = ptx::exp2_approx(statistics[n].x - top);
-      sum.l = fmaf(weight, statistics[n].y, sum.l);
-#pragma unroll
-      for (int i = 0; i < kColumnGroups; ++i) sum.add(weight, i, x[n][i]);
-    }
+    for (int n = 0; n < kInFlight; ++n) sum.add(statistics[n].x, statistics[n].y, x[n]);
   }
   return sum;
+}
+
+// Adds what the other lanes have of these columns, in the first `lanes`.
+__device__ __forceinline__ void add_lanes(Sum& sum, int lanes) {
+  for (int distance = lanes; distance < 32; distance *= 2) {
+    const float top = __shfl_xor_sync(~0u, sum.top, distance), l = __shfl_xor_sync(~0u, sum.l, distance);
+    const float4 x = {__shfl_xor_sync(~0u, sum.x.x, distance), __shfl_xor_sync(~0u, sum.x.y, distance),
+                      __shfl_xor_sync(~0u, sum.x.z, distance), __shfl_xor_sync(~0u, sum.x.w, distance)};
+    sum.rescale_to(fmaxf(sum.top, top));
+    sum.add(top, l, x);
+  }
 }
 
 __device__ __forceinline__ uint2 pack(const CombineParams& params, float4 x) {
@@ -98,72 +102,45 @@ __device__ __forceinline__ uint2 pack(const CombineParams& params, float4 x) {
   return {ptx::pack_bf16x2(x.x, x.y), ptx::pack_bf16x2(x.z, x.w)};
 }
 
-template <int kColumnGroups>
-__device__ __forceinline__ void store_row(const CombineParams& params, const Part& tile, int token, int head,
-                                          const Sum& sum, float bmm2_scale) {
-  const int lane = threadIdx.x & 31;
+__device__ __forceinline__ void store(const CombineParams& params, const Part& tile, int token, int head, int group,
+                                      const Sum& sum, float bmm2_scale) {
   const float* sinks = params.attention_sinks;
   const RowResult result = finish_row(sum.top, sum.l, sinks == nullptr ? nullptr : sinks + head);
   const float factor = result.factor * bmm2_scale;
   const int64_t row = tile.first_row + token;
   uint2* out = reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.out) + row * params.out_stride_token +
                                         head * params.out_stride_head);
-#pragma unroll
-  for (int i = 0; i < kColumnGroups; ++i) {
-    const float4 x = sum.columns[i];
-    out[lane + 32 * i] = pack(params, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
-  }
-  if (params.lse != nullptr && lane == 0) {
+  out[group] = pack(params, {sum.x.x * factor, sum.x.y * factor, sum.x.z * factor, sum.x.w * factor});
+  if (params.lse != nullptr && group == 0) {
     params.lse[row * params.lse_stride_token + head * params.lse_stride_head] = result.lse;
   }
 }
 
-// Adds what the other warps of the row have to the first one's.
-template <int kColumnGroups>
-__device__ __forceinline__ void add_warps(Sum& sum, Shared& shared, int member, int warps) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  shared.statistics[warp] = {sum.top, sum.l};
-#pragma unroll
-  for (int i = 0; i < kColumnGroups; ++i) shared.columns[warp][lane + 32 * i] = sum.columns[i];
-  __syncthreads();
-  if (member == 0) {
-    for (int other = warp + 1; other < warp + warps; ++other) {
-      const float2 statistics = shared.statistics[other];
-      if (statistics.x == -kInfinity) continue;
-      sum.rescale_to(fmaxf(sum.top, statistics.x));
-      const float weight = ptx::exp2_approx(statistics.x - sum.top);
-      sum.l = fmaf(weight, statistics.y, sum.l);
-#pragma unroll
-      for (int i = 0; i < kColumnGroups; ++i) sum.add(weight, i, shared.columns[other][lane + 32 * i]);
-    }
-  }
-  __syncthreads();
+// `lanes` groups of columns from `first_group` on, of one of the rows that exist: token by token, heads innermost.
+__device__ __forceinline__ void combine(const CombineParams& params, const Part& tile, int row, int first_group,
+                                        int lanes, float bmm2_scale) {
+  const int lane = threadIdx.x & 31;
+  const int group = first_group + (lane & (lanes - 1));
+  const int token = row / params.tile_heads, head = row - token * params.tile_heads;
+  const int of_second = token >= params.tile_tokens;  // warpgroup
+  const int packed = (kPacked - params.tile_tokens) * of_second + head * params.tile_tokens + token;
+
+  Sum sum = add_parts(params, tile, packed, group, lane / lanes, 32 / lanes);
+  add_lanes(sum, lanes);
+  if (lane < lanes) store(params, tile, token, tile.head + head, group, sum, bmm2_scale);
 }
 
-template <int kColumnGroups>
-__device__ __forceinline__ void combine(const CombineParams& params, const Part& tile, Shared& shared) {
-  const float bmm2_scale = params.bmm2_scale_pointer ? *params.bmm2_scale_pointer : params.bmm2_scale;
-  const int slice = tile.part * kSlices + blockIdx.y, slices = tile.parts * kSlices;
-  const int first_row = params.tile_rows * slice / slices;
-  const int rows = params.tile_rows * (slice + 1) / slices - first_row;
-
-  // So many warps share a row that none is idle.
-  int warps_per_row = kWarps;
-  while (warps_per_row > 1 && warps_per_row * rows > kWarps) warps_per_row /= 2;
-  const int warp = threadIdx.x >> 5;
-  const int member = warp % warps_per_row;
-
-  for (int done = 0; done < rows; done += kWarps / warps_per_row) {
-    const int row = done + warp / warps_per_row;
-    const int packed = (first_row + row) % kPacked;
-    const int head = packed / params.tile_tokens;
-    const int token = packed - head * params.tile_tokens + (first_row + row) / kPacked * params.tile_tokens;
-    const bool valid = row < rows && head < params.tile_heads && token < tile.tokens;
-
-    Sum sum;
-    if (valid) sum = add_parts<kColumnGroups>(params, tile, first_row + row, member, warps_per_row);
-    if (warps_per_row > 1) add_warps<kColumnGroups>(sum, shared, member, warps_per_row);
-    if (valid && member == 0) store_row<kColumnGroups>(params, tile, token, tile.head + head, sum, bmm2_scale);
+// The share of one warp among `warps`.
+__device__ __forceinline__ void combine(const CombineParams& params, const Part& tile, int warp, int warps,
+                                        float bmm2_scale) {
+  const int rows = min(tile.tokens, params.tile_rows / kPacked * params.tile_tokens) * params.tile_heads;
+  const int groups = params.head_dim_v / kLaneColumns;  // of columns
+  int lanes = 32;
+  while (lanes > kLeastLanes && rows * (groups / lanes) * 2 <= warps) lanes /= 2;
+  const int slices = groups / lanes;
+  for (int share = warp; share < rows * slices; share += warps) {
+    const int row = share / slices;
+    combine(params, tile, row, (share - row * slices) * lanes, lanes, bmm2_scale);
   }
 }
 
@@ -173,15 +150,15 @@ extern "C" __device__ const unsigned int fmha_dynamic_shared_memory = 0;
 
 extern "C" __global__ void __launch_bounds__(32 * fmha::kWarps, 4)
     KERNEL_NAME(const __grid_constant__ fmha::CombineParams params) {
-  __shared__ fmha::Shared shared;
+  using namespace fmha;
   ptx::grid_launch_dependents();
+  // The attention kernel lets this one start before it has itself waited for what comes before it: until then, no
+  // memory may be read, lengths and scales included.
   ptx::grid_dependency_wait();
   // Both loads at once: behind the last part there is memory, too.
-  const fmha::Part part = params.divided.parts[blockIdx.x];
+  const Part tile = params.divided.parts[blockIdx.x];
   if (blockIdx.x >= *params.divided.count) return;
-  if (params.head_dim_v > fmha::kWarpColumns) {
-    fmha::combine<2>(params, part, shared);
-  } else {
-    fmha::combine<1>(params, part, shared);
-  }
+  const float bmm2_scale = params.bmm2_scale_pointer ? *params.bmm2_scale_pointer : params.bmm2_scale;
+  const int slice = tile.part * kSlices + blockIdx.y;
+  combine(params, tile, slice * kWarps + (threadIdx.x >> 5), tile.parts * kSlices * kWarps, bmm2_scale);
 }

@@ -35,6 +35,9 @@ static_assert(!kSplit || !kSkipsSoftmax, "a part does not know the running maxim
 // Few query rows over few keys: two consumers of a block have the same rows, and each half of their keys (pair.cuh).
 constexpr bool kPairs = SCHEDULER == Scheduler::pair;
 
+// Where a tile of theirs has no more, they are the keys of its products.
+constexpr int kFewKeys = 16;
+
 constexpr bool kLeavesRows = kSplit || kPairs;  // some of a tile may be unused
 
 static_assert(DTYPE_K == kQueryType, "Q and K are the operands of one product");

@@ -53,13 +53,24 @@ class Consumer : ConsumerProducts {
     const int last = shared_blocks.begin;
     if (blocks.end < shared_blocks.end) flush_pending();
     for (int block = shared_blocks.end - 1; block >= max(blocks.end, last); --block) skip_block();
+    // Pairs: there is one block at most, which is the first consumer's.
+    const bool alone = kPairs && tile_blocks.end - tile_blocks.begin <= 1;
+    if (alone && warpgroup_ != 0) {
+      if (!tile_blocks.empty()) skip_query();
+      return;
+    }
     if (blocks.empty()) {
       flush_pending();
-      if (kPairs && !tile_blocks.empty()) skip_query();
       if (first_token < tile.q_len) finish_without_keys(shared, first_token);
       return;
     }
 
+    if constexpr (kPairs) {
+      if (alone && tile.kv_len - last * kTileKV <= kFewKeys) {
+        process_few_keys(tile, shared, last, first_token);
+        return;
+      }
+    }
     if constexpr (kSage) {
       query_scales_ = load_query_scales(params_, shared, Rows(first_token, tile.q_len, params_));
     }
@@ -80,8 +91,9 @@ class Consumer : ConsumerProducts {
       maxima_.begin(rows, params_.skip.factor, tile.kv_len, softmax_.scale);
       tally_tile(blocks, last);
     }
+    const int values_end = end_of_values(tile, shared);
     int block = blocks.end - 1;
-    if constexpr (!kSeamless) first_valid_rows_ = tile.kv_len - block * kTileKV;
+    if constexpr (!kSeamless) first_valid_rows_ = values_end - block * kTileKV;
     if (kSeamless && pending_ && has_weights()) {
       first_step<Block::masked, Block::whole>(mask, block, last, staged);
     } else {
@@ -93,27 +105,49 @@ class Consumer : ConsumerProducts {
     const bool waits = kAssumesReference && !(kMovesBySums && key_end(tile, first_token) > (blocks.end - 1) * kTileKV);
     const int full_end = waits ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
     const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
-    for (--block; block >= max(full_end, last); --block) later_step<Block::masked>(mask, block, last, tile.kv_len);
+    for (--block; block >= max(full_end, last); --block) later_step<Block::masked>(mask, block, last, values_end);
     if constexpr (kMovesBySums) {
       if (kSage && one_scale_per_group(params_)) {
-        for (; block >= full_begin; --block) step_by_sums<true>(block, last, tile.kv_len);
+        for (; block >= full_begin; --block) step_by_sums<true>(block, last, values_end);
       } else {
-        for (; block >= full_begin; --block) step_by_sums<false>(block, last, tile.kv_len);
+        for (; block >= full_begin; --block) step_by_sums<false>(block, last, values_end);
       }
     } else if constexpr (kAssumesReference) {
       for (bool within = true; within && block >= full_begin; --block) {
-        within = step_within_reference<Block::whole>(block, last, tile.kv_len);
+        within = step_within_reference<Block::whole>(block, last, values_end);
       }
     }
     if constexpr (!kMovesBySums) {
-      for (; block >= full_begin; --block) later_step<Block::whole>(mask, block, last, tile.kv_len);
+      for (; block >= full_begin; --block) later_step<Block::whole>(mask, block, last, values_end);
     }
     if constexpr (kMask == MaskType::sliding) {
-      for (; block >= last; --block) later_step<Block::masked>(mask, block, last, tile.kv_len);
+      for (; block >= last; --block) later_step<Block::masked>(mask, block, last, values_end);
     }
-    pending_valid_rows_ = tile.kv_len - last * kTileKV;
+    pending_valid_rows_ = values_end - last * kTileKV;
     pending_ = true;
-    if constexpr (!kSeamless) flush();
+    if constexpr (!kSeamless) flush(!alone);
+  }
+
+  // Pairs: the same where the tile's one block has few keys of the sequence. They have products of their own.
+  __device__ __forceinline__ void process_few_keys(const Tile& tile, const Tile& shared, int block, int first_token) {
+    wait_for_query();
+    if constexpr (kQInRegisters) release_query();
+    const Mask mask(tile, Rows(first_token, tile.q_len, params_), params_.window_left);
+    first_valid_rows_ = end_of_values(tile, shared) - block * kTileKV;
+    float s[kFewKeys / 2];
+    take_turn();
+    issue_logits<kFewKeys>(s);
+    clear_first_values<kFewKeys>();
+    ptx::wgmma_wait<0>();
+    ptx::hold_registers(s);
+    keys_read(true);
+    mask.apply(s, block);
+    softmax_.first(s);
+    probabilities_to_operand(s);
+    remember(shared, first_token);
+    start_output();
+    issue_output<Block::masked, kFewKeys>(first_valid_rows_);
+    finish_tile<true>(softmax_, false);
   }
 
   // The same for rows with spcompress: all blocks that are not pruned are masked.
@@ -192,21 +226,21 @@ class Consumer : ConsumerProducts {
   }
 
   template <Block kNow>
-  __device__ __forceinline__ void later_step(const Mask& mask, int block, int last, int kv_len) {
+  __device__ __forceinline__ void later_step(const Mask& mask, int block, int last, int values_end) {
     if constexpr (!kSkipsSoftmax) {
-      step<kNow>(mask, block, last, kv_len);
+      step<kNow>(mask, block, last, values_end);
     } else if (has_weights()) {
-      step_or_skip<kNow, true>(mask, block, last, kv_len);
+      step_or_skip<kNow, true>(mask, block, last, values_end);
     } else {
-      step_or_skip<kNow, false>(mask, block, last, kv_len);
+      step_or_skip<kNow, false>(mask, block, last, values_end);
     }
   }
 
   template <Block kNow, Block kBefore = kNow>
-  __device__ __forceinline__ void step(const Mask& mask, int block, int last, int kv_len) {
+  __device__ __forceinline__ void step(const Mask& mask, int block, int last, int values_end) {
     take_turn();
     issue_logits();
-    issue_output<kBefore>(kv_len - (block + 1) * kTileKV);
+    issue_output<kBefore>(values_end - (block + 1) * kTileKV);
     pass_turn();
     if constexpr (kFetchesScalesEarly) fetch_group_scales();
     // P is out of registers then.
@@ -231,10 +265,10 @@ class Consumer : ConsumerProducts {
   // A block that all rows see whole, behind one that was treated alike. Returns false where a row outgrew its
   // reference: then the logits are made again, from K that is still there, and the rest had better look first.
   template <Block kNow>
-  __device__ __forceinline__ bool step_within_reference(int block, int last, int kv_len) {
+  __device__ __forceinline__ bool step_within_reference(int block, int last, int values_end) {
     take_turn();
     issue_logits();
-    issue_output<kNow>(kv_len - (block + 1) * kTileKV);
+    issue_output<kNow>(values_end - (block + 1) * kTileKV);
     pass_turn();
     if constexpr (kSage) fetch_group_scales();
     ptx::wgmma_wait<1>();
@@ -268,10 +302,10 @@ class Consumer : ConsumerProducts {
   // The same where rows move by their sums. A warp sees to its own 16, and waits for no other one. Sage: a loop for
   // each kind of scales, so that those of groups are read while Q K^T is under way.
   template <bool kGrouped>
-  __device__ __forceinline__ void step_by_sums(int block, int last, int kv_len) {
+  __device__ __forceinline__ void step_by_sums(int block, int last, int values_end) {
     take_turn();
     issue_logits();
-    issue_output<Block::whole>(kv_len - (block + 1) * kTileKV);
+    issue_output<Block::whole>(values_end - (block + 1) * kTileKV);
     if constexpr (kSage && kGrouped) fetch_group_scales();
     ptx::wgmma_wait<1>();
     ptx::hold_registers(products_.of(s_));
@@ -307,10 +341,10 @@ class Consumer : ConsumerProducts {
   // A step that leaves the block out where it may (skip.cuh). Two bodies instead of a branch around P V, which
   // would keep the compiler from overlapping products.
   template <Block kNow, bool kHasWeights>
-  __device__ __forceinline__ void step_or_skip(const Mask& mask, int block, int last, int kv_len) {
+  __device__ __forceinline__ void step_or_skip(const Mask& mask, int block, int last, int values_end) {
     take_turn();
     issue_logits();
-    if constexpr (kHasWeights) issue_output<kNow>(kv_len - (block + 1) * kTileKV);
+    if constexpr (kHasWeights) issue_output<kNow>(values_end - (block + 1) * kTileKV);
     pass_turn();
     ptx::wgmma_wait<kHasWeights ? 1 : 0>();
     logits_arrived(block == last);
@@ -367,8 +401,8 @@ class Consumer : ConsumerProducts {
   }
 
   // The pending tile without a next block to hide behind. Its rows go out directly: the Q buffer may already hold
-  // the next Q.
-  __device__ __forceinline__ void flush() {
+  // the next Q. `shared`: pairs, both consumers have keys of it.
+  __device__ __forceinline__ void flush(bool shared = false) {
     if (kCompressesKeys && pending_pruned_) {
       last_output<Block::pruned>();
     } else if (has_weights()) {
@@ -376,8 +410,18 @@ class Consumer : ConsumerProducts {
     } else {
       pass_values();
     }
-    finish_tile<!kSeamless>(softmax_, false);
+    finish_last(shared);
     pending_ = false;
+  }
+
+  __device__ __forceinline__ void finish_last(bool shared) {
+    if constexpr (kPairs) {
+      if (shared) {
+        finish_tile<true, true>(softmax_, false);
+        return;
+      }
+    }
+    finish_tile<!kSeamless>(softmax_, false);
   }
 
   template <Block kBlock>
@@ -414,8 +458,9 @@ class Consumer : ConsumerProducts {
     __syncwarp();
   }
 
-  // kAwaitsOutput: the last product is under way, beside all of this that does not need O.
-  template <bool kAwaitsOutput = false>
+  // kAwaitsOutput: the last product is under way, beside all of this that does not need O. kShared: the tile's keys
+  // are divided, and so are the columns of its rows.
+  template <bool kAwaitsOutput = false, bool kShared = false>
   __device__ __forceinline__ void finish_tile(Softmax& softmax, bool staged) {
     const PendingTile tile = mine();
     const Rows rows(tile.token, tile.q_len, params_);
@@ -429,7 +474,7 @@ class Consumer : ConsumerProducts {
         return;
       }
     }
-    if constexpr (kPairs) {
+    if constexpr (kShared) {
       if constexpr (kAwaitsOutput) output_arrived();
       keep_half(warpgroup_, rows, o_, softmax);
     }
@@ -443,7 +488,7 @@ class Consumer : ConsumerProducts {
       lse[r] = result.lse;
     }
     if (!kPairs || warpgroup_ == 0) store_lse(params_, tile, rows, lse);
-    if constexpr (kAwaitsOutput && !kPairs) output_arrived();
+    if constexpr (kAwaitsOutput && !kShared) output_arrived();
     if (staged) {
       stage_rows(storage().q[0][warpgroup_], o_, factor);
       if ((threadIdx.x & 127) == 0) storage().store[warpgroup_] = {tile.q_start + tile.token, tile.head};
@@ -451,7 +496,11 @@ class Consumer : ConsumerProducts {
       arrive(storage().store_full[warpgroup_]);
     } else {
       if constexpr (kSage) scale_by_channels(o_, channel_scales());
-      store_rows(params_, tile, rows, o_, factor);
+      if constexpr (kShared) {
+        store_rows<kHeadDimV / kShares>(params_, tile, rows, o_, factor, warpgroup_ * (kHeadDimV / kShares));
+      } else {
+        store_rows(params_, tile, rows, o_, factor);
+      }
     }
   }
 

@@ -10,8 +10,6 @@ namespace fmha {
 
 using Output = float[kHeadDimV / 2];
 
-constexpr int kStoredColumns = kHeadDimV / kShares;  // by a warpgroup: the first ones that it has
-
 template <DType kType>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   if constexpr (kType == DType::bf16) return ptx::pack_bf16x2(low, high);
@@ -44,9 +42,12 @@ __device__ __forceinline__ void store_row_of_transposed(uint16_t* out, const Out
   }
 }
 
-// A thread's rows, each written only if it belongs to the sequence. All lanes of the warp take part.
+// A thread's rows, each written only if it belongs to the sequence: the first kColumns of `o`, as those from
+// `first_column` on. All lanes of the warp take part.
+template <int kColumns = kHeadDimV>
 __device__ __forceinline__ void store_rows(const Params& params, const PendingTile& tile, const Rows& rows,
-                                           const Output& o, const float (&factor)[kRowsPerThread]) {
+                                           const Output& o, const float (&factor)[kRowsPerThread],
+                                           int first_column = 0) {
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     // Tiles of 64 rows may have few.
@@ -57,10 +58,9 @@ __device__ __forceinline__ void store_rows(const Params& params, const PendingTi
       if (rows.valid[r]) store_row_of_transposed(out, o, r, factor[r]);
       continue;
     }
-    out += 8 * (threadIdx.x & 3);
-    if constexpr (kPairs) out += (threadIdx.x >> 7) * kStoredColumns;
+    out += first_column + 8 * (threadIdx.x & 3);
 #pragma unroll
-    for (int group = 0; group < kStoredColumns / 32; ++group) {
+    for (int group = 0; group < kColumns / 32; ++group) {
       uint32_t words[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {

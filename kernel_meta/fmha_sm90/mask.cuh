@@ -18,13 +18,14 @@ struct Mask {
   }
 
   // Selects, and does not add: keys behind the sequence may be NaN.
-  __device__ __forceinline__ void apply(Logits& s, int block) const {
+  template <int kCount>
+  __device__ __forceinline__ void apply(float (&s)[kCount], int block) const {
     const int first_column = block * kTileKV + 2 * (threadIdx.x & 3);
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       const int from = begin[r] - first_column, to = end[r] - first_column;
 #pragma unroll
-      for (int j = 0; j < kTileKV / 8; ++j) {
+      for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           bool visible = 8 * j + e < to;

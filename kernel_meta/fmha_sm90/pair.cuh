@@ -1,5 +1,6 @@
 // Pairs: two consumers have the same query rows, and each half of their keys: twice as many steps are under way at a
-// time. What they have is put together at a tile's end, in shared memory.
+// time. What they have is put together at a tile's end, in shared memory. Where there is one block of keys or none, the
+// first consumer is alone.
 #pragma once
 #include "epilogue.cuh"
 #include "softmax.cuh"

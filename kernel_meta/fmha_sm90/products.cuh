@@ -69,12 +69,14 @@ class ConsumerProducts {
     if constexpr (kTakesTurns) ptx::named_barrier_arrive(kTurnBarrier + (1 - warpgroup_), kConsumerThreads);
   }
 
-  // s = Q K^T
-  __device__ __forceinline__ void issue_logits() {
-    using Product = ptx::Wgmma<kQueryType, kTileKV>;
+  __device__ __forceinline__ void issue_logits() { issue_logits<kTileKV>(products_.anew(s_)); }
+
+  // s = Q K^T, of the block's first kKeys.
+  template <int kKeys>
+  __device__ __forceinline__ void issue_logits(typename ptx::Wgmma<kQueryType, kKeys>::Accumulators& s) {
+    using Product = ptx::Wgmma<kQueryType, kKeys>;
     constexpr int kStepsPerChunk = kSpanQK / kStepBytes;
     const uint64_t k = ptx::matrix_descriptor<kSpanQK>(ptx::shared_address(storage().k[k_ring_.stage]), 0);
-    auto& s = products_.anew(s_);
     ptx::hold_registers(s);
     ptx::wgmma_fence();
 #pragma unroll
@@ -100,8 +102,8 @@ class ConsumerProducts {
     ptx::wgmma_commit();
   }
 
-  // o += P V of the block before. Only `valid_rows` rows of V belong to the sequence.
-  template <Block kBlock>
+  // o += P V of the block before, of its first kKeys. Only `valid_rows` rows of V belong to the sequence.
+  template <Block kBlock, int kKeys = kTileKV>
   __device__ __forceinline__ void issue_output(int valid_rows) {
     Storage& s = storage();
     ptx::mbarrier_wait(s.v_full[v_ring_.stage], v_ring_.parity);
@@ -116,14 +118,15 @@ class ConsumerProducts {
     if constexpr (kBlock == Block::pruned) {
       issue_sparse_products(v, std::make_integer_sequence<int, kTileKV / 32>());
     } else {
-      issue_products(v);
+      issue_products<kKeys>(v);
     }
     ptx::wgmma_commit();
   }
 
+  template <int kKeys>
   __device__ __forceinline__ void issue_products(uint64_t v) {
 #pragma unroll
-    for (int i = 0; i < kTileKV / kStepKeys; ++i) {
+    for (int i = 0; i < kKeys / kStepKeys; ++i) {
 #pragma unroll
       for (int column = 0; column < kHeadDimV; column += kProductN) {
         using Columns = float[kProductN / 2];
@@ -151,23 +154,33 @@ class ConsumerProducts {
      ...);
   }
 
+  // Key behind which V may hold something else than the sequence's values and zeros. Where the tensor ends with the
+  // sequence, the copy engine fills in zeros; to see that is worth it for few tiles.
+  __device__ __forceinline__ int end_of_values(const Tile& tile, const Tile& shared) const {
+    constexpr int kNowhere = 0x7fffffff;
+    if constexpr (!kPairs) return tile.kv_len;
+    return shuffled(shared.kv_start) + tile.kv_len == params_.total_kv ? kNowhere : tile.kv_len;
+  }
+
   // Of the blocks of a tile, only the first one.
   static __device__ __forceinline__ bool has_foreign_values(int valid_rows) {
     return !kPreparesValues && valid_rows < kTileKV;
   }
 
   // Where tiles have 64 rows, while there are logits to wait for.
+  template <int kKeys = kTileKV>
   __device__ __forceinline__ void clear_first_values() {
     if (!has_foreign_values(first_valid_rows_)) return;
     ptx::mbarrier_wait(storage().v_full[v_ring_.stage], v_ring_.parity);
-    clear_foreign_values(first_valid_rows_);
+    clear_foreign_values<kKeys>(first_valid_rows_);
   }
 
   // Rows of V behind the sequence meet probabilities of 0, but 0 * NaN is NaN: they must not reach the product.
+  template <int kKeys = kTileKV>
   __device__ __forceinline__ void clear_foreign_values(int valid_rows) {
     constexpr int kVectorsPerRow = kHeadDimV / 8;
     Storage& s = storage();
-    for (int i = threadIdx.x & 127; i < (kTileKV - valid_rows) * kVectorsPerRow; i += 128) {
+    for (int i = threadIdx.x & 127; i < (kKeys - valid_rows) * kVectorsPerRow; i += 128) {
       const int row = valid_rows + i / kVectorsPerRow, vector = i % kVectorsPerRow;
       reinterpret_cast<uint4*>(s.v[v_ring_.stage][vector / 8][row])[vector % 8] = make_uint4(0, 0, 0, 0);
     }
@@ -203,6 +216,10 @@ class ConsumerProducts {
 
   __device__ __forceinline__ void logits_arrived(bool last_of_tile) {
     ptx::hold_registers(s_);
+    keys_read(last_of_tile);
+  }
+
+  __device__ __forceinline__ void keys_read(bool last_of_tile) {
     arrive(storage().k_empty[k_ring_.stage]);
     k_ring_.advance();
     if (!kQInRegisters && last_of_tile) release_query();

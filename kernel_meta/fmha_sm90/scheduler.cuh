@@ -73,7 +73,17 @@ class TileScheduler {
     return params_.batch_size <= kWindow && window_begin_ + window_tiles_ <= rounds * blocks();
   }
 
+  // Then every lane has the sequence: there is nothing to exchange on the way to the first tile. Where that is one of
+  // many, it does not count.
+  __device__ __forceinline__ bool only_one_sequence() const { return kPairs && params_.batch_size == 1; }
+
   __device__ __forceinline__ void load_window(int lane) {
+    if (only_one_sequence()) {
+      sequence_ = load_sequence(params_, 0);
+      q_blocks_ = tokens_.divide_up(sequence_.q_len);
+      window_tiles_ = q_blocks_ * head_tiles_;
+      return;
+    }
     sequence_ = load_sequence(params_, first_sequence_ + lane);
     // With more sequences than this, sorting costs more than an even end gains.
     if (params_.batch_size <= kWindow) sort_by_keys(sequence_, params_.batch_size);
@@ -89,17 +99,22 @@ class TileScheduler {
   }
 
   __device__ __forceinline__ Tile decode(int offset) const {
-    const int lane = __ffs(__ballot_sync(~0u, tiles_through_lane_ > offset)) - 1;
-    const int q_blocks = __shfl_sync(~0u, q_blocks_, lane);
-    const int parts = __shfl_sync(~0u, division_.parts, lane);
-    offset -= __shfl_sync(~0u, tiles_through_lane_, lane) - q_blocks * head_tiles_ * parts;
+    Sequence sequence = sequence_;
+    int q_blocks = q_blocks_, parts = 1, lane = 0;
+    if (!only_one_sequence()) {
+      lane = __ffs(__ballot_sync(~0u, tiles_through_lane_ > offset)) - 1;
+      q_blocks = __shfl_sync(~0u, q_blocks_, lane);
+      parts = __shfl_sync(~0u, division_.parts, lane);
+      offset -= __shfl_sync(~0u, tiles_through_lane_, lane) - q_blocks * head_tiles_ * parts;
+      sequence = of_lane(sequence_, lane);
+    }
     Tile tile{};
     tile.work = 1;
-    tile.q_start = __shfl_sync(~0u, sequence_.q_start, lane);
-    tile.q_len = __shfl_sync(~0u, sequence_.q_len, lane);
-    tile.kv_start = __shfl_sync(~0u, sequence_.kv_start, lane);
-    tile.kv_len = __shfl_sync(~0u, sequence_.kv_len, lane);
-    if constexpr (kSage) tile.sequence = __shfl_sync(~0u, sequence_.number, lane);
+    tile.q_start = sequence.q_start;
+    tile.q_len = sequence.q_len;
+    tile.kv_start = sequence.kv_start;
+    tile.kv_len = sequence.kv_len;
+    if constexpr (kSage) tile.sequence = sequence.number;
     if constexpr (kSplit) {
       const int slots = __shfl_sync(~0u, slots_through_lane_, lane) - q_blocks * head_tiles_ * parts;
       const int of_sequence = parts == 1 ? offset : offset / parts;

@@ -23,6 +23,12 @@ __device__ __forceinline__ Sequence load_sequence(const Params& params, int sequ
   return loaded;
 }
 
+__device__ __forceinline__ Sequence of_lane(const Sequence& sequence, int lane) {
+  const int number = kSage ? __shfl_sync(~0u, sequence.number, lane) : 0;
+  return {__shfl_sync(~0u, sequence.q_start, lane), __shfl_sync(~0u, sequence.q_len, lane),
+          __shfl_sync(~0u, sequence.kv_start, lane), __shfl_sync(~0u, sequence.kv_len, lane), number};
+}
+
 // Orders the first `count` lanes' sequences by their number of keys, most first, equal ones as they were.
 __device__ __forceinline__ void sort_by_keys(Sequence& sequence, int count) {
   const int lane = threadIdx.x & 31;
@@ -40,9 +46,7 @@ __device__ __forceinline__ void sort_by_keys(Sequence& sequence, int count) {
   for (int other = 0; other < count; ++other) {
     if (__shfl_sync(~0u, rank, other) == lane) source = other;
   }
-  const int number = kSage ? __shfl_sync(~0u, sequence.number, source) : 0;
-  sequence = {__shfl_sync(~0u, sequence.q_start, source), __shfl_sync(~0u, sequence.q_len, source),
-              __shfl_sync(~0u, sequence.kv_start, source), __shfl_sync(~0u, sequence.kv_len, source), number};
+  sequence = of_lane(sequence, source);
 }
 
 // Inclusive prefix sum over the lanes.

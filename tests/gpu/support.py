@@ -392,6 +392,13 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
 
 
+def surrounded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with NaN on both sides."""
+    margin = 32 << 10  # elements
+    buffer = poisoned((tensor.numel() + 2 * margin,), tensor.dtype, tensor.device)
+    return buffer[margin:-margin].view_as(tensor).copy_(tensor)
+
+
 def make_workspace(
     device: torch.device, fill: int | None = None, size: int = WORKSPACE_BYTES
 ) -> torch.Tensor:

@@ -27,6 +27,7 @@ from tests.gpu.support import (
     make_workspace,
     poisoned,
     run,
+    surrounded,
 )
 
 pytestmark = pytest.mark.gpu
@@ -212,12 +213,7 @@ def test_guard_regions(
     plain = make_problem(lens, lens, device=device, dims=dims, heads=heads, padding=padding, **MASKS[mask])
     plain.key[sum(lens) :], plain.value[sum(lens) :], plain.query[sum(lens) :] = math.nan, math.inf, math.nan
 
-    def embedded(tensor: torch.Tensor) -> torch.Tensor:
-        margin = 32 << 10  # elements
-        buffer = poisoned((tensor.numel() + 2 * margin,), tensor.dtype, device)
-        return buffer[margin:-margin].view_as(tensor).copy_(tensor)
-
-    inner = replace(plain, query=embedded(plain.query), key=embedded(plain.key), value=embedded(plain.value))
+    inner = replace(plain, **{name: surrounded(getattr(plain, name)) for name in ("query", "key", "value")})
     out = Guarded(plain.out_shape, plain.query.dtype, device)
     lse = Guarded(plain.out_shape[:2], torch.float32, device)
     results = call(inner, workspace, out=out.tensor, lse=lse.tensor)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,6 +20,7 @@ from tests.gpu.support import (
     chosen_scheduler,
     make_problem,
     make_workspace,
+    surrounded,
 )
 
 pytestmark = pytest.mark.gpu
@@ -61,6 +65,33 @@ def test_against_the_reference(
 def test_one_row(dims: tuple[int, int], kv_len: int, device: torch.device, workspace: torch.Tensor) -> None:
     problem = make_problem([1], [kv_len], device=device, dims=dims, heads=16, kv_heads=2, is_causal=True)
     assert_matches_by("pair", problem, workspace)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("padding", [0, 1, 200])
+@pytest.mark.parametrize("kv_len", [1, 15, 16, 17, 63, 64, 65, 100])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_what_lies_behind_the_keys(
+    dims: tuple[int, int],
+    mask: str,
+    kv_len: int,
+    padding: int,
+    poison: float,
+    device: torch.device,
+    workspace: torch.Tensor,
+) -> None:
+    """Another sequence, tokens of nobody or the end of the tensors: none of it reaches a product."""
+    clean = make_problem(
+        [3, 2], [kv_len, kv_len], device=device, dims=dims, heads=4, padding=padding, **MASKS[mask]
+    )
+    assert_matches_by("pair", clean, workspace)
+    expected = call(clean, workspace)
+    for end in (kv_len, 2 * kv_len):
+        key, value = surrounded(clean.key), surrounded(clean.value)
+        key[end:] = value[end:] = poison
+        results = call(replace(clean, key=key, value=value), workspace)
+        assert_same_bits(results, expected, slice(0, 3 if end == kv_len else 5))
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)

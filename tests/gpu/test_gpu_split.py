@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 import cubin_runtime
+from cubin_runtime.launch import launch_tag
 from tests.gpu.support import (
     HEAD_DIMS,
     TYPES,
@@ -18,11 +21,13 @@ from tests.gpu.support import (
     assert_replays_follow,
     assert_same_bits,
     call,
+    capture,
     chosen_scheduler,
     expect,
     make_problem,
     make_workspace,
     run,
+    set_lengths,
 )
 
 pytestmark = pytest.mark.gpu
@@ -100,13 +105,114 @@ def test_divided_as_the_lengths_ask(
         assert_matches_by("split", problem, workspace)
 
 
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (16, 2)], ids=lambda h: f"{h[0]}over{h[1]}")
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens"),
+    [
+        ([1], [9000]),
+        ([1, 0, 1, 1, 0, 1], [4100, 300, 0, 20_000, 0, 2500]),
+        ([1] * 16, [2100] * 16),  # tiles that nobody divides
+        ([9], [5000]),
+    ],
+    ids=["one token", "several", "undivided", "nine tokens"],
+)
+def test_a_few_tokens(
+    q_lens: list[int],
+    kv_lens: list[int],
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    device: torch.device,
+    workspace: torch.Tensor,
+) -> None:
+    for lse in (True, False):
+        problem = make_problem(
+            q_lens, kv_lens, device=device, dims=dims, heads=heads[0], kv_heads=heads[1], is_causal=True
+        ).with_options(attention_sinks=torch.randn(heads[0], device=device), bmm2_scale=0.75)
+        given = arguments(problem, workspace, return_lse=lse, **({} if lse else {"lse": None}))
+        assert chosen_scheduler(given) == "split"
+        exact = expect(problem)
+        assert_matches(problem, (given["out"], given["lse"] if lse else exact[1]), exact)
+
+
+def dirty_workspaces(device: torch.device) -> Iterator[torch.Tensor]:
+    """Zeros, ones, random bytes, small integers, and counters that an earlier launch left in the middle."""
+    yield make_workspace(device, 0)
+    yield make_workspace(device, 0xFF)
+    yield make_workspace(device)
+    words = make_workspace(device).view(torch.int64)
+    for number in (0, 1, 15):
+        yield words.fill_(number).view(torch.uint8)
+    yield words.copy_(torch.arange(len(words), device=device)).view(torch.uint8)
+    for arrived in (0, 1, 7):
+        word = launch_tag() << 32 | arrived
+        yield words.fill_(word - (1 << 64)).view(torch.uint8)
+
+
+def test_whatever_the_workspace_holds(device: torch.device) -> None:
+    problem = make_problem([1, 3], [20_000, 5000], device=device, heads=8, kv_heads=2, is_causal=True)
+    first = call(problem, make_workspace(device))
+    assert_matches(problem, first, expect(problem))
+    for dirty in dirty_workspaces(device):
+        for _ in range(3):
+            assert_same_bits(call(problem, dirty), first)
+
+
+def test_replays_whatever_the_workspace_holds(device: torch.device) -> None:
+    problem = make_problem([1, 1, 1], [9000, 9000, 9000], device=device, heads=8, kv_heads=1, is_causal=True)
+    held = make_workspace(device)
+    given = arguments(problem, held)
+    run(given)
+    graph = capture(given)
+    rounds = [([1, 1, 1], [9000, 1, 300]), ([1, 0, 1], [0, 9000, 8000]), ([0, 0, 1], [0, 0, 9000])]
+    for dirty, (q_lens, kv_lens) in zip(dirty_workspaces(device), rounds * 4, strict=False):
+        held.copy_(dirty)
+        set_lengths(given, q_lens, kv_lens)
+        changed = replace(problem, q_lens=q_lens, kv_lens=kv_lens)
+        expected = expect(changed)
+        for _ in range(2):
+            graph.replay()
+            assert_matches(changed, (given["out"], given["lse"]), expected)
+
+
+def test_two_streams_at_once(device: torch.device) -> None:
+    problems = [
+        make_problem([1, 2], [9000, 3000], device=device, heads=heads, kv_heads=2, is_causal=True)
+        for heads in (8, 16)
+    ]
+    workspaces = [make_workspace(device), make_workspace(device)]
+    expected = [call(p, w) for p, w in zip(problems, workspaces, strict=True)]
+    streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
+    rounds = [[arguments(p, w) for p, w in zip(problems, workspaces, strict=True)] for _ in range(50)]
+    torch.cuda.synchronize(device)
+    for batch in rounds:
+        for given, stream in zip(batch, streams, strict=True):
+            with torch.cuda.stream(stream):
+                run(given)
+    torch.cuda.synchronize(device)
+    for batch in rounds:
+        for given, wanted in zip(batch, expected, strict=True):
+            assert_same_bits((given["out"], given["lse"]), wanted)
+
+
+def test_the_next_call_sees_all_rows(device: torch.device, workspace: torch.Tensor) -> None:
+    """A call that reads what the one before has written, and may start before that has ended."""
+    problem = make_problem([1], [9000], device=device, heads=8, kv_heads=2, is_causal=True)
+    for _ in range(20):
+        first = call(problem, workspace, enable_pdl=True)
+        chained = replace(problem, query=first[0])
+        got = call(chained, workspace, enable_pdl=True)
+        torch.cuda.synchronize(device)
+        assert_same_bits(call(chained, workspace), got)
+
+
 def test_the_rule_leaves_many_rows_to_the_others(device: torch.device, workspace: torch.Tensor) -> None:
     many = make_problem([300] * 4, [300] * 4, device=device, heads=32, kv_heads=32, is_causal=True)
     assert chosen_scheduler(arguments(many, workspace)) == "persistent"
 
 
 def test_runs_repeat_bit_for_bit(device: torch.device, workspace: torch.Tensor) -> None:
-    """Whichever block comes last combines the parts, always in the same order."""
+    """Whichever blocks finish first: parts are combined in an order of their own."""
     problem = make_problem([16], [20_000], device=device, heads=16, kv_heads=2, is_causal=True)
     first = call(problem, workspace)
     for _ in range(30):

@@ -81,15 +81,17 @@ struct Wgmma;
 template <int kN>
 struct SparseWgmma;
 
-#define PTX_ACC_8(c, d, i) \
+#define PTX_ACC_FROM(c, d, i) \
   c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
-#define PTX_ACC_32(c, d) PTX_ACC_8(c, d, 0), PTX_ACC_8(c, d, 8), PTX_ACC_8(c, d, 16), PTX_ACC_8(c, d, 24)
-#define PTX_ACC_40(c, d) PTX_ACC_32(c, d), PTX_ACC_8(c, d, 32)
-#define PTX_ACC_64(c, d) PTX_ACC_40(c, d), PTX_ACC_8(c, d, 40), PTX_ACC_8(c, d, 48), PTX_ACC_8(c, d, 56)
+#define PTX_ACC_8(c, d) PTX_ACC_FROM(c, d, 0)
+#define PTX_ACC_32(c, d) PTX_ACC_FROM(c, d, 0), PTX_ACC_FROM(c, d, 8), PTX_ACC_FROM(c, d, 16), PTX_ACC_FROM(c, d, 24)
+#define PTX_ACC_40(c, d) PTX_ACC_32(c, d), PTX_ACC_FROM(c, d, 32)
+#define PTX_ACC_64(c, d) PTX_ACC_40(c, d), PTX_ACC_FROM(c, d, 40), PTX_ACC_FROM(c, d, 48), PTX_ACC_FROM(c, d, 56)
 #define PTX_ACC_128(c, d) \
-  PTX_ACC_64(c, d), PTX_ACC_8(c, d, 64), PTX_ACC_8(c, d, 72), PTX_ACC_8(c, d, 80), PTX_ACC_8(c, d, 88), \
-      PTX_ACC_8(c, d, 96), PTX_ACC_8(c, d, 104), PTX_ACC_8(c, d, 112), PTX_ACC_8(c, d, 120)
+  PTX_ACC_64(c, d), PTX_ACC_FROM(c, d, 64), PTX_ACC_FROM(c, d, 72), PTX_ACC_FROM(c, d, 80), PTX_ACC_FROM(c, d, 88), \
+      PTX_ACC_FROM(c, d, 96), PTX_ACC_FROM(c, d, 104), PTX_ACC_FROM(c, d, 112), PTX_ACC_FROM(c, d, 120)
 
+#define PTX_REGS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PTX_REGS_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
   "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -163,6 +165,7 @@ struct SparseWgmma;
   PTX_DEFINE_WGMMA(e4m3, float, "+f", "k32.f32.e4m3.e4m3 ", N, COUNT, P0, P1, P2, P3, P4, P5, ", 1, 1", ", 1, 1")      \
   PTX_DEFINE_WGMMA(int8, int32_t, "+r", "k32.s32.s8.s8 ", N, COUNT, P0, P1, P2, P3, P4, P5, "", "")
 
+PTX_DEFINE_WGMMAS(16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 PTX_DEFINE_WGMMAS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 PTX_DEFINE_WGMMAS(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
 PTX_DEFINE_WGMMAS(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
@@ -178,10 +181,12 @@ PTX_DEFINE_SPARSE_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133"
 #undef PTX_REGS_64
 #undef PTX_REGS_40
 #undef PTX_REGS_32
+#undef PTX_REGS_8
 #undef PTX_ACC_128
 #undef PTX_ACC_64
 #undef PTX_ACC_40
 #undef PTX_ACC_32
 #undef PTX_ACC_8
+#undef PTX_ACC_FROM
 
 }  // namespace ptx

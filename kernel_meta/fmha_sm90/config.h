@@ -70,6 +70,10 @@ static_assert(kHeadDimV % kChunk == 0, "rows of V are whole spans");
 // Nor is there a use for it where every block's maximum decides whether the block counts (skip.cuh).
 constexpr bool kAssumesReference = kPreparesValues && kHeadDimV <= 128 && !kSkipsSoftmax;
 
+// Where steps are arranged for blocks that count (skip.cuh). Beside 128 accumulators of O there are no registers for
+// that; with values of 8 bits it is no faster.
+constexpr bool kExpectsToCount = kSkipsSoftmax && kHeadDimV <= 128 && !kPreparesValues;
+
 constexpr int kStepBytes = 32;  // of a row of Q or K: the K of one instruction
 constexpr int kStepKeys = kStepBytes / ptx::kElementBytes<kProductType>;  // of P V
 

@@ -15,7 +15,6 @@
 
 namespace fmha {
 
-constexpr int kVoteBarrier = 5;  // + warpgroup: its warps have said whether a block counts
 static_assert(!kSkipsSoftmax || kTakesTurns, "turns keep a warp from voting twice before another has voted once");
 
 class Consumer : ConsumerProducts {
@@ -105,7 +104,8 @@ class Consumer : ConsumerProducts {
     const bool waits = kAssumesReference && !(kMovesBySums && key_end(tile, first_token) > (blocks.end - 1) * kTileKV);
     const int full_end = waits ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
     const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
-    for (--block; block >= max(full_end, last); --block) later_step<Block::masked>(mask, block, last, values_end);
+    --block;
+    later_steps<Block::masked>(mask, block, max(full_end, last), last, values_end);
     if constexpr (kMovesBySums) {
       if (kSage && one_scale_per_group(params_)) {
         for (; block >= full_begin; --block) step_by_sums<true>(block, last, values_end);
@@ -118,10 +118,10 @@ class Consumer : ConsumerProducts {
       }
     }
     if constexpr (!kMovesBySums) {
-      for (; block >= full_begin; --block) later_step<Block::whole>(mask, block, last, values_end);
+      later_steps<Block::whole>(mask, block, full_begin, last, values_end);
     }
     if constexpr (kMask == MaskType::sliding) {
-      for (; block >= last; --block) later_step<Block::masked>(mask, block, last, values_end);
+      later_steps<Block::masked>(mask, block, last, last, values_end);
     }
     pending_valid_rows_ = values_end - last * kTileKV;
     pending_ = true;
@@ -215,9 +215,9 @@ class Consumer : ConsumerProducts {
     complete_logits();
     logits_arrived(block == last);
     if constexpr (kNow == Block::masked) mask.apply(s_, block);
-    if constexpr (kSkipsSoftmax) maxima_.raise(BlockMaxima(s_));
     decltype(auto) logits = that_count<kNow>();
     softmax_.first(numbers(logits));
+    if constexpr (kSkipsSoftmax) maxima_.start(softmax_);
     ptx::hold_registers(numbers(logits));
     if constexpr (kPending) output_arrived();
     if (finishes_without_product) pass_values();
@@ -225,14 +225,41 @@ class Consumer : ConsumerProducts {
     if (kPending || finishes_without_product) finish_tile(finished, staged);
   }
 
+  // From `block` down to `end`.
   template <Block kNow>
-  __device__ __forceinline__ void later_step(const Mask& mask, int block, int last, int values_end) {
-    if constexpr (!kSkipsSoftmax) {
-      step<kNow>(mask, block, last, values_end);
-    } else if (has_weights()) {
-      step_or_skip<kNow, true>(mask, block, last, values_end);
+  __device__ __forceinline__ void later_steps(const Mask& mask, int& block, int end, int last, int values_end) {
+    if constexpr (kExpectsToCount) {
+      count_and_skip<kNow>(mask, block, end, last, values_end);
+    } else if constexpr (kSkipsSoftmax) {
+      for (; block >= end; --block) {
+        if (has_weights()) {
+          step_or_skip<kNow, true>(mask, block, last, values_end);
+        } else {
+          step_or_skip<kNow, false>(mask, block, last, values_end);
+        }
+      }
     } else {
-      step_or_skip<kNow, false>(mask, block, last, values_end);
+      for (; block >= end; --block) step<kNow>(mask, block, last, values_end);
+    }
+  }
+
+  // A loop for blocks that count, and one for those that do not: what both do behind a block, each does in its own
+  // place, among the exponentials.
+  template <Block kNow>
+  __device__ __forceinline__ void count_and_skip(const Mask& mask, int& block, int end, int last, int values_end) {
+    while (block >= end) {
+      if (has_weights()) {
+        while (step_or_skip<kNow, true>(mask, block, last, values_end)) {
+          if (--block < end) return;
+        }
+        leave_out<true>();
+      } else {
+        while (!step_or_skip<kNow, false>(mask, block, last, values_end)) {
+          leave_out<false>();
+          if (--block < end) return;
+        }
+      }
+      --block;
     }
   }
 
@@ -338,10 +365,10 @@ class Consumer : ConsumerProducts {
     }
   }
 
-  // A step that leaves the block out where it may (skip.cuh). Two bodies instead of a branch around P V, which
-  // would keep the compiler from overlapping products.
+  // A step that finds out whether the block counts (skip.cuh), and ends there if it does not. Two bodies instead of a
+  // branch around P V, which would keep the compiler from overlapping products.
   template <Block kNow, bool kHasWeights>
-  __device__ __forceinline__ void step_or_skip(const Mask& mask, int block, int last, int values_end) {
+  __device__ __forceinline__ bool step_or_skip(const Mask& mask, int block, int last, int values_end) {
     take_turn();
     issue_logits();
     if constexpr (kHasWeights) issue_output<kNow>(values_end - (block + 1) * kTileKV);
@@ -350,37 +377,68 @@ class Consumer : ConsumerProducts {
     logits_arrived(block == last);
     if constexpr (kNow == Block::masked) mask.apply(s_, block);
     const BlockMaxima block_maxima(s_);
-    if (!vote(maxima_.counts(block_maxima))) {
-      choose(false);
-      tally_left_out();
-      values_done<kHasWeights>();
-      return;
-    }
-    choose(true);
     bool moved = false;
-    if (maxima_.raised_by(block_maxima)) {
-      moved = softmax_.follow(block_maxima.row[0], block_maxima.row[1]);
-      maxima_.raise(block_maxima);
+    if constexpr (kExpectsToCount) {
+      if (!admits_expected<kHasWeights>(block_maxima, moved)) return false;
+    } else {
+      if (!vote(warpgroup_, maxima_.counts(block_maxima), choices_made_ + 1)) {
+        leave_out<kHasWeights>();
+        return false;
+      }
+      choose(true);
+      if (maxima_.raised_by(block_maxima)) {
+        moved = softmax_.outgrown_by(block_maxima.row);
+        if (moved) softmax_.follow(block_maxima.row);
+        maxima_.raise(block_maxima);
+      }
     }
     softmax_.add(softmax_.exponentiate(s_));
+    if constexpr (kExpectsToCount) maxima_.raise_own(block_maxima);
     ptx::hold_registers(s_);
     values_done<kHasWeights>();
     probabilities_to_operand(s_);
     if (moved) rescale_output();
+    return true;
   }
 
-  // Whether the block counts for any of the warpgroup's threads. A warp that knows does not wait for the others: it
-  // leaves them the block's number.
-  __device__ __forceinline__ bool vote(bool counts) const {
-    volatile uint32_t& counting = storage().counting[warpgroup_];
-    const uint32_t number = choices_made_ + 1;
-    if (__any_sync(~0u, counts)) {
-      if (lane_ == 0) counting = number;
-      ptx::named_barrier_arrive(kVoteBarrier + warpgroup_, 128);
-      return true;
+  // Whether the block counts. References have followed it then; where one has moved, O has yet to.
+  template <bool kHasWeights>
+  __device__ __forceinline__ bool admits_expected(const BlockMaxima& block, bool& moved) {
+    // Behind a block that was left out, all threads of a row have its running maximum.
+    const bool counts =
+        __any_sync(~0u, kHasWeights ? maxima_.surely_counts(block, softmax_) : maxima_.counts(block));
+    moved = softmax_.outgrown_by(block.row);
+    say_whether_it_counts(warpgroup_, counts);
+    if (__builtin_expect(!counts || moved, false)) {
+      if (!counts && !counts_exactly<kHasWeights>(block) &&
+          !counts_for_others(warpgroup_, warp_, choices_made_ + 1)) {
+        if constexpr (kHasWeights) wait_for_output();  // here: ptxas serialises products that leave the loop
+        return false;
+      }
+      if (moved) {
+        softmax_.follow(block.row);
+        maxima_.set_limits(softmax_);
+      }
     }
-    ptx::named_barrier_sync(kVoteBarrier + warpgroup_, 128);
-    return shuffled(counting == number);
+    choose<kHasWeights>(true);
+    return true;
+  }
+
+  // For the warp, where it is not certain.
+  template <bool kHasWeights>
+  __device__ __forceinline__ bool counts_exactly(const BlockMaxima& block) {
+    if constexpr (!kHasWeights) return false;
+    maxima_.exchange();
+    const bool counts = __any_sync(~0u, maxima_.counts(block));
+    say_whether_it_counts(warpgroup_, counts);
+    return counts;
+  }
+
+  template <bool kHasWeights>
+  __device__ __forceinline__ void leave_out() {
+    choose(false);
+    tally_left_out();
+    values_done<kHasWeights>();
   }
 
   template <bool kHasWeights>
@@ -521,10 +579,12 @@ class Consumer : ConsumerProducts {
 
   // ---- skip-softmax: choices, and statistics in shared memory, since registers are scarce
 
+  // Where the block before was chosen alike, the loader expects the choice, and need not be told.
+  template <bool kExpected = false>
   __device__ __forceinline__ void choose(bool counts) {
     ++choices_made_;
     weighing_ = weighing_ << 1 | counts;
-    if (keeps_tally()) publish(warpgroup_, choices_made_, weighing_);
+    if (!kExpected && keeps_tally()) publish(warpgroup_, choices_made_, weighing_);
   }
 
   // Whether p_ holds a block's probabilities, whose product is yet to come.

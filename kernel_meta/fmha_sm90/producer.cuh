@@ -40,8 +40,9 @@ __device__ __forceinline__ void load_on_demand(const BlockRange& blocks, uint32_
     // The first block always counts for some row.
     const bool is_first = block == blocks.end - 1;
     // With two stages K would come late. That of this block is free before the choice about it is made.
-    if (kStagesK == 2 && !is_first && !Demand(number).any) load_keys_to(block - kStagesK);
-    const bool loads = is_first || has_use(number);
+    const bool expected = is_first || Demand(number).any;
+    if (kStagesK == 2 && !expected) load_keys_to(block - kStagesK);
+    const bool loads = expected || has_use(number);
     if constexpr (kPreparesValues) {
       ptx::mbarrier_wait(s.landing_empty[v_ring.stage], v_ring.parity ^ 1);
       s.landed[v_ring.stage] = loads;

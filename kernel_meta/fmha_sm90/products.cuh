@@ -225,11 +225,15 @@ class ConsumerProducts {
     if (!kQInRegisters && last_of_tile) release_query();
   }
 
-  __device__ __forceinline__ void output_arrived() {
+  __device__ __forceinline__ void wait_for_output() {
     ptx::wgmma_wait<0>();
     ptx::hold_registers(o_);
     ptx::hold_registers(p_);
     if constexpr (kCompressesKeys) ptx::hold_registers(metadata_);
+  }
+
+  __device__ __forceinline__ void output_arrived() {
+    wait_for_output();
     arrive(storage().v_empty[v_ring_.stage]);
     v_ring_.advance();
   }

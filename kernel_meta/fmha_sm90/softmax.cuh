@@ -104,9 +104,16 @@ struct Softmax {
     return next(s, 0.f);
   }
 
-  // Moves what outgrows its reference with these maxima, of which each thread has its part. Returns whether O must be
-  // rescaled.
-  __device__ __forceinline__ bool follow(float x0, float x1) { return follow(x0, x1, slack); }
+  // Whether a row of the warp outgrows its reference with these maxima, of which each thread has its part.
+  __device__ __forceinline__ bool outgrown_by(const float (&x)[kRowsPerThread]) const {
+    return __any_sync(~0u, outgrows(0, x[0], slack) || outgrows(1, x[1], slack));
+  }
+
+  // Moves what they outgrow. O must be rescaled.
+  __device__ __forceinline__ void follow(const float (&x)[kRowsPerThread]) {
+    move_reference(0, quad_max(x[0]), slack);
+    move_reference(1, quad_max(x[1]), slack);
+  }
 
   // s becomes p. By itself, the step of a later block that does not look for the maximum, which costs as much as the
   // exponentials: the sums bound this thread's p. Where they are within reference for all threads, `add` them; if not,

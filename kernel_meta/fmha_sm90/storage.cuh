@@ -78,7 +78,9 @@ struct alignas(1024) Storage {
   PendingTile pending[kConsumerWarps];
   Mask masks[kScalesAreTight ? 128 * kConsumers : 0];  // of the threads' current tile
 
-  uint32_t counting[kSkipsSoftmax ? kConsumers : 0];  // of a consumer's blocks, the last that a warp knew to count
+  // Numbers of a consumer's blocks: the last that a warp knew to count, or that each warp could leave out.
+  uint32_t counting[kSkipsSoftmax && !kExpectsToCount ? kConsumers : 0];
+  alignas(16) uint32_t dispensable[kExpectsToCount ? kConsumers : 0][4];
   Choices choices[kSkipsSoftmax ? kConsumers : 0];
   SkipTally skipped[kSkipsSoftmax ? kConsumers : 0];
   bool landed[kSkipsSoftmax ? kStagesLanding : 0];  // whether the stage holds values
@@ -162,6 +164,9 @@ __device__ __forceinline__ void init_barriers(Storage& s) {
   ptx::mbarrier_init(s.near_end, kShares);
   if constexpr (kSkipsSoftmax) {
     for (uint32_t& number : s.counting) number = 0;
+    for (auto& numbers : s.dispensable) {
+      for (uint32_t& number : numbers) number = 0;
+    }
     for (Choices& choices : s.choices) choices = {0, 1};
     for (SkipTally& tally : s.skipped) tally = {0, 0};
   }

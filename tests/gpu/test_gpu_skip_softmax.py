@@ -34,7 +34,8 @@ pytestmark = pytest.mark.gpu
 CONSUMER_ROWS = 64
 KEYS_OF_BLOCK = {(192, 128): 128, (128, 128): 128, (256, 256): 80}
 PATTERNS = 8  # granules of tokens have one in turn
-LEVELS = (0.0, -4.0, -24.0, -32.0)  # logits of whole blocks, exact in 8 bits
+LEVELS = (0.0, -4.0, -24.0, -32.0)  # largest logits of blocks, exact in 8 bits
+BELOW = 8.0  # where the others lie
 # Together with the lengths below no threshold is a difference of two levels, or of two halves of levels.
 FACTOR = 1000 * math.exp(-5)
 Q_LENS = [300, 0, 129, 63, 1, 513, 5, 300]
@@ -64,7 +65,10 @@ class Expected(NamedTuple):
 def levels_problem(
     types: str, dims: tuple[int, int], kv_heads: int, device: torch.device, **options: Any
 ) -> Problem:
-    """Logits that are constant in each block, differ between granules, and are halved in every other row."""
+    """Logits with a level for each block and granule, halved in every other row.
+
+    Of every eight keys one has its block's level, not the same in each block: threads share a row by columns.
+    """
     lens = Q_LENS, KV_LENS
     problem = make_problem(
         *lens, device=device, dims=dims, heads=HEADS, kv_heads=kv_heads, types=TYPES[types], padding=2
@@ -79,7 +83,8 @@ def levels_problem(
     for length in problem.kv_lens:
         local = torch.arange(length) // KEYS_OF_BLOCK[dims]
         levels = torch.tensor(LEVELS)[torch.randint(0, 4, (length + 1, PATTERNS), generator=generator)]
-        key[begin : begin + length, :, :PATTERNS] = levels[local][:, None]
+        below = BELOW * (torch.arange(length) % 8 != 3 * local % 8)
+        key[begin : begin + length, :, :PATTERNS] = (levels[local] - below[:, None])[:, None]
         begin += length
     dtype = problem.query.dtype
     return replace(problem, query=query.to(device, dtype), key=key.to(device, dtype))

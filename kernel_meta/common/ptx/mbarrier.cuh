@@ -56,6 +56,16 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same where `arrives`, on which a warp's threads agree.
+__device__ __forceinline__ void named_barrier_arrive_if(bool arrives, int id, int threads) {
+  asm volatile(
+      "{\n"
+      ".reg .pred arrives;\n"
+      "setp.ne.b32 arrives, %0, 0;\n"
+      "@arrives bar.arrive %1, %2;\n"
+      "}" ::"r"(static_cast<int>(arrives)), "r"(id), "r"(threads) : "memory");
+}
+
 // Whether `condition` holds for any of the threads, all of which wait for it.
 __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool condition) {
   int any;

@@ -66,7 +66,7 @@ class Consumer : ConsumerProducts {
 
     if constexpr (kPairs) {
       if (alone && tile.kv_len - last * kTileKV <= kFewKeys) {
-        process_few_keys(tile, shared, last, first_token);
+        process_few_keys<kFewKeys>(tile, shared, last, first_token);
         return;
       }
     }
@@ -129,15 +129,16 @@ class Consumer : ConsumerProducts {
   }
 
   // Pairs: the same where the tile's one block has few keys of the sequence. They have products of their own.
+  template <int kKeys>
   __device__ __forceinline__ void process_few_keys(const Tile& tile, const Tile& shared, int block, int first_token) {
     wait_for_query();
     if constexpr (kQInRegisters) release_query();
     const Mask mask(tile, Rows(first_token, tile.q_len, params_), params_.window_left);
     first_valid_rows_ = end_of_values(tile, shared) - block * kTileKV;
-    float s[kFewKeys / 2];
+    float s[kKeys / 2];
     take_turn();
-    issue_logits<kFewKeys>(s);
-    clear_first_values<kFewKeys>();
+    issue_logits<kKeys>(s);
+    clear_first_values<kKeys>();
     ptx::wgmma_wait<0>();
     ptx::hold_registers(s);
     keys_read(true);
@@ -146,7 +147,7 @@ class Consumer : ConsumerProducts {
     probabilities_to_operand(s);
     remember(shared, first_token);
     start_output();
-    issue_output<Block::masked, kFewKeys>(first_valid_rows_);
+    issue_output<Block::masked, kKeys>(first_valid_rows_);
     finish_tile<true>(softmax_, false);
   }
 

@@ -51,8 +51,10 @@ struct Sum {
     top = new_top;
   }
 
-  // What has a reference no higher than `top`.
+  // What has a reference no higher than `top`. Sums of a part of which the row saw no key are 0 times its values, which
+  // may be NaN.
   __device__ __forceinline__ void add(float its_top, float its_l, float4 y) {
+    if (its_l == 0.f) return;
     const float w = weight(its_top, top);
     l = fmaf(w, its_l, l);
     x = {fmaf(w, y.x, x.x), fmaf(w, y.y, x.y), fmaf(w, y.z, x.z), fmaf(w, y.w, x.w)};

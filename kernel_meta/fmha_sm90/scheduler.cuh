@@ -3,8 +3,9 @@
 // Order: sequence by sequence, of up to 32 the one with the most keys first. Inside a sequence, groups of
 // heads whose keys and values share the L2 cache; inside a group the longest rows of a causal mask first, heads
 // innermost. Split: tile by tile, its parts side by side. Tile i < gridDim.x belongs to block i; later ones go to
-// whoever draws the next ticket. If a block has two tiles at most, of one sequence, nobody draws: the second ones are
-// dealt backwards, so that the longest goes with the shortest.
+// whoever draws the next ticket. Pairs: if a block has two tiles at most, of one sequence, nobody draws: the second ones
+// are dealt backwards, so that the longest goes with the shortest. Other kernels may have groups of heads, behind each
+// other.
 #pragma once
 #include "common/ptx/math.cuh"
 #include "common/tickets.cuh"
@@ -69,7 +70,7 @@ class TileScheduler {
 
   // Every block must come to the same answer, hence one window only.
   __device__ __forceinline__ bool everything_is_assigned() const {
-    const int rounds = params_.batch_size == 1 ? 2 : 1;
+    const int rounds = only_one_sequence() ? 2 : 1;
     return params_.batch_size <= kWindow && window_begin_ + window_tiles_ <= rounds * blocks();
   }
 

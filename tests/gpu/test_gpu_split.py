@@ -65,6 +65,20 @@ def test_against_the_reference(
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_a_part_of_hidden_keys_does_not_reach_the_row(
+    dims: tuple[int, int], device: torch.device, workspace: torch.Tensor
+) -> None:
+    """The last row alone sees the last part, one key, whose values are NaN."""
+    problem = make_problem([8], [2049], device=device, dims=dims, heads=16, kv_heads=2, is_causal=True)
+    clean = call(problem, workspace)
+    problem.value[-1].fill_(math.nan)
+    given = arguments(problem, workspace)
+    assert chosen_scheduler(given) == "split"
+    assert_same_bits((given["out"], given["lse"]), clean, slice(0, 7))
+    assert bool(given["out"][7].isnan().all())
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_one_long_sequence(dims: tuple[int, int], device: torch.device, workspace: torch.Tensor) -> None:
     for q_len, kv_len, heads, kv_heads in [(1, 40_000, 8, 8), (16, 33_333, 64, 8), (128, 9000, 16, 2)]:
         problem = make_problem(

@@ -15,8 +15,10 @@ FEW_KEYS = 2048
 """Up to so many keys, reading them again for every small tile costs less than idle multiprocessors, and
 dividing them among blocks costs more than it saves."""
 
-_LONG_TILES = 768
-"""From so many rows on, every multiprocessor may have two tiles; with fewer, half of them."""
+_DEALT_QUERIES = 320
+"""With fewer in one sequence, a second tile for a multiprocessor costs more than larger tiles."""
+_LONG_QUERIES = 768
+"""With fewer, so does one for each of them."""
 
 
 class FewRows(NamedTuple):
@@ -58,16 +60,15 @@ def _most_dealt(request: KernelRequest, sm_count: int) -> int:
     """How many tiles of 64 rows are not too many.
 
     More than multiprocessors where these are of one sequence, some long and some short, so that two together
-    are about as long as any other two (kernel_meta/fmha_sm90/scheduler.cuh deals them so). What a second tile
-    costs besides its products is too much for short ones.
+    are about as long as any other two (kernel_meta/fmha_sm90/scheduler.cuh deals them so).
     """
     assert request.max_q_len is not None
     assert request.max_kv_len is not None
-    is_dealt = request.batch_size == 1 and request.mask_type is MaskType.CAUSAL
-    varies = 4 * request.max_q_len >= 3 * request.max_kv_len
-    if not is_dealt or not varies or request.dtype_v not in (DType.BF16, DType.FP16):
+    is_one = request.batch_size == 1 and request.mask_type is MaskType.CAUSAL
+    varies = request.max_q_len >= max(_DEALT_QUERIES, 3 * request.max_kv_len // 4)
+    if not is_one or not varies or request.dtype_v not in (DType.BF16, DType.FP16):
         return sm_count
-    return 2 * sm_count if request.max_q_len >= _LONG_TILES else 3 * sm_count // 2
+    return 2 * sm_count if request.max_q_len >= _LONG_QUERIES else 3 * sm_count // 2
 
 
 def _tiles(request: KernelRequest, tile_q: int) -> int:

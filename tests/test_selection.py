@@ -454,6 +454,10 @@ def test_few_rows_over_few_keys_get_a_pair() -> None:
             {"max_q_len": 512, "max_kv_len": 512, "num_heads_q": 32, "num_heads_kv": 32},
             False,
         ),  # 256 short ones
+        (
+            {"max_q_len": 256, "max_kv_len": 256, "num_heads_q": 40, "num_heads_kv": 40},
+            False,
+        ),  # 160 shorter ones
         ({"max_q_len": 767, "max_kv_len": 1024}, False),  # hardly a short one
         ({"max_q_len": 768, "max_kv_len": 1024, "mask_type": MaskType.DENSE}, False),
         ({"max_q_len": 384, "max_kv_len": 384, "batch_size": 2}, False),

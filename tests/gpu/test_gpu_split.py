@@ -70,7 +70,7 @@ def test_against_the_reference(
 def test_a_part_of_hidden_keys_does_not_reach_the_row(
     dims: tuple[int, int], kv_len: int, device: torch.device, workspace: torch.Tensor
 ) -> None:
-    """The last of several parts of three blocks is one key, which the last row alone sees: its values are NaN."""
+    """Of parts of three blocks, the last is one key, which the last row alone sees. Its values are NaN."""
     problem = make_problem([8], [kv_len], device=device, dims=dims, heads=16, kv_heads=2, is_causal=True)
     clean = call(problem, workspace)
     problem.value[-1].fill_(math.nan)

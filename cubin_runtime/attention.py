@@ -7,7 +7,6 @@ or invalid alike, so the second needs no checks beyond those of addresses and CP
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Hashable
 from typing import Any, cast
@@ -38,12 +37,14 @@ if settings.log_level != logging.NOTSET:
 
 _PDL_CAPABILITY = (9, 0)
 _MAX_PREPARED = 512
+_MAX_CHOSEN = 1024
 _NUMBER = (float, int)
 _NO_SCALES = (0, 0, 0, 0)
 _read_by_dynamo = torch.compiler.is_dynamo_compiling
 
 _prepared: dict[Hashable, PreparedCall] = {}
 _recent: Recent[PreparedCall] = Recent(_MAX_PREPARED)
+_chosen: dict[tuple[KernelRequest, int | None], KernelRow] = {}
 
 
 def _forget() -> None:
@@ -365,8 +366,7 @@ def _first_call(call: Call) -> Result:
 
 def _prepare(call: Call) -> PreparedCall:
     request = _request(call)
-    # An engine has new lengths in every step.
-    row = _choose(request if few_rows(request) else without_lengths(request))
+    row = _choose(request)
     problem = _problem(call, request)
     implementation = family(row.family)
     device = call.query.get_device()
@@ -381,9 +381,17 @@ def _remember(call: Call, prepared: PreparedCall) -> None:
     _prepared[_signature(call)] = prepared
 
 
-@functools.lru_cache(maxsize=1024)
 def _choose(request: KernelRequest) -> KernelRow:
-    return select(request).require()
+    """The kernel for a request. An engine has new lengths in every step; selection goes by few facts of them."""
+    few = few_rows(request)
+    facts = without_lengths(request), few.tile_q if few else None
+    row = _chosen.get(facts)
+    if row is None:
+        row = select(request).require()
+        if len(_chosen) >= _MAX_CHOSEN:
+            _chosen.clear()
+        _chosen[facts] = row
+    return row
 
 
 def _request(call: Call) -> KernelRequest:

@@ -18,7 +18,7 @@ def many_keys(request: KernelRequest) -> bool:
 def without_lengths(request: KernelRequest) -> KernelRequest:
     """The request of all calls that differ from this one in lengths to which selection is indifferent.
 
-    Not for few query rows (few_rows.py), where every length counts.
+    Of few query rows (few_rows.py), the tile counts besides.
     """
     keys = None if many_keys(request) else MANY_KEYS - 1
     return msgspec.structs.replace(request, batch_size=None, max_q_len=None, total_q=None, max_kv_len=keys)

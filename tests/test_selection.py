@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cubin_runtime.errors import InvalidArgumentError, NoKernelError
-from cubin_runtime.few_rows import FEW_KEYS
+from cubin_runtime.few_rows import FEW_KEYS, few_rows
 from cubin_runtime.many_keys import MANY_KEYS, without_lengths
 from cubin_runtime.request import SAGE_ANY, SAGE_OFF, Architecture, Capability, DType, KernelRequest, MaskType
 from cubin_runtime.selection import FAMILIES, Selection, select
@@ -486,6 +486,23 @@ def test_one_causal_sequence_may_have_two_tiles_for_a_multiprocessor(
 @given(kernel_requests(), st.lists(kernel_rows(), max_size=8))
 def test_lengths_that_decide_nothing_can_be_left_out(request_: KernelRequest, rows: list[KernelRow]) -> None:
     assert select(without_lengths(request_), rows).row is select(request_, rows).row
+
+
+@given(st.lists(kernel_rows(), max_size=8), kernel_requests(), st.data())
+def test_of_few_rows_only_the_tile_counts(
+    rows: list[KernelRow], request_: KernelRequest, data: st.DataObject
+) -> None:
+    lengths = st.fixed_dictionaries(
+        {
+            "batch_size": st.integers(1, 4),
+            "max_q_len": st.integers(1, 2000),
+            "max_kv_len": st.integers(1, 3000),
+        }
+    )
+    one, other = (msgspec.structs.replace(request_, **data.draw(lengths)) for _ in range(2))
+    tiles = [few.tile_q if (few := few_rows(each)) else None for each in (one, other)]
+    assume(tiles[0] == tiles[1] and without_lengths(one) == without_lengths(other))
+    assert select(one, rows).row is select(other, rows).row
 
 
 TRTLLM_GEN = load_table(TABLES_DIR / "fmha_trtllm_gen" / "table.yaml")

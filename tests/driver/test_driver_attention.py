@@ -618,12 +618,17 @@ for n in range(1, 11):
     assert n << 20 in prepared._query
 many_heads = (128, 128)
 attend(**cuda_call([300, 20, 7], [500, 20, 7], heads=many_heads))
-selections = attention._choose.cache_info().misses
+chosen = len(attention._chosen)
 attend(**cuda_call([301, 20, 7], [500, 20, 7], heads=many_heads))
-assert attention._choose.cache_info().misses == selections  # other lengths are no other request
+assert len(attention._chosen) == chosen  # other lengths are no other choice
+attend(**cuda_call([11], [11]))
+assert len(attention._chosen) == chosen  # nor of few rows
+attention._MAX_CHOSEN = chosen
+attend(**cuda_call([11], [11], is_causal=False))
+assert len(attention._chosen) == 1
 """
     )
-    assert len(run.named("cuLaunchKernelEx")) == 22
+    assert len(run.named("cuLaunchKernelEx")) == 24
     queries = [call["address"] for call in run.named("cuTensorMapEncodeTiled") if call["address"] < 1 << 40]
     assert queries == [n << 20 for n in range(1, 11)]
 

@@ -16,9 +16,9 @@ FEW_KEYS = 2048
 dividing them among blocks costs more than it saves."""
 
 _DEALT_QUERIES = 320
-"""With fewer in one sequence, a second tile for a multiprocessor costs more than larger tiles."""
+"""A sequence of fewer is faster in larger tiles than with a second small one for some multiprocessors."""
 _LONG_QUERIES = 768
-"""With fewer, so does one for each of them."""
+"""A sequence of fewer, than with a second one for more than half of them."""
 
 
 class FewRows(NamedTuple):

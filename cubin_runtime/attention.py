@@ -382,7 +382,7 @@ def _remember(call: Call, prepared: PreparedCall) -> None:
 
 
 def _choose(request: KernelRequest) -> KernelRow:
-    """The kernel for a request. An engine has new lengths in every step; selection goes by few facts of them."""
+    """A request's kernel. An engine has new lengths in every step; selection goes by few facts of them."""
     few = few_rows(request)
     facts = without_lengths(request), few.tile_q if few else None
     row = _chosen.get(facts)

@@ -482,6 +482,23 @@ def assert_same_bits(
         assert torch.equal(got[rows].contiguous().view(bits), wanted[rows].contiguous().view(bits))
 
 
+def assert_streams_share_nothing(problems: Sequence[Problem], device: torch.device, *, rounds: int) -> None:
+    """Calls in one stream for each problem, all under way at once, have the bits of calls alone."""
+    workspaces = [make_workspace(device) for _ in problems]
+    expected = [call(p, w) for p, w in zip(problems, workspaces, strict=True)]
+    streams = [torch.cuda.Stream(device) for _ in problems]
+    calls = [[arguments(p, w) for p, w in zip(problems, workspaces, strict=True)] for _ in range(rounds)]
+    torch.cuda.synchronize(device)
+    for batch in calls:
+        for given, stream in zip(batch, streams, strict=True):
+            with torch.cuda.stream(stream):
+                run(given)
+    torch.cuda.synchronize(device)
+    for batch in calls:
+        for given, wanted in zip(batch, expected, strict=True):
+            assert_same_bits((given["out"], given["lse"]), wanted)
+
+
 def constant_problem(
     values: Sequence[float], q_len: int, *, device: torch.device, heads: int = 1, **options: Any
 ) -> Problem:

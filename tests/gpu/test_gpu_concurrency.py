@@ -19,6 +19,7 @@ from tests.gpu.support import (
     arguments,
     assert_matches,
     assert_same_bits,
+    assert_streams_share_nothing,
     call,
     expect,
     make_problem,
@@ -70,19 +71,7 @@ def test_runs_on_the_current_stream(device: torch.device, workspace: torch.Tenso
 def test_two_streams_share_nothing(device: torch.device) -> None:
     problems = [some_problem(device, seed=1), some_problem(device, seed=2)]
     problems[1] = replace(problems[1], kv_lens=[0, 300, 0, 147])
-    workspaces = [make_workspace(device), make_workspace(device)]
-    expected = [call(p, w) for p, w in zip(problems, workspaces, strict=True)]
-    streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
-    rounds = [[arguments(p, w) for p, w in zip(problems, workspaces, strict=True)] for _ in range(100)]
-    torch.cuda.synchronize(device)
-    for batch in rounds:
-        for given, stream in zip(batch, streams, strict=True):
-            with torch.cuda.stream(stream):
-                run(given)
-    torch.cuda.synchronize(device)
-    for batch in rounds:
-        for given, wanted in zip(batch, expected, strict=True):
-            assert_same_bits((given["out"], given["lse"]), wanted)
+    assert_streams_share_nothing(problems, device, rounds=100)
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:

@@ -20,6 +20,7 @@ from tests.gpu.support import (
     assert_matches_by,
     assert_replays_follow,
     assert_same_bits,
+    assert_streams_share_nothing,
     call,
     capture,
     chosen_scheduler,
@@ -196,19 +197,7 @@ def test_two_streams_at_once(device: torch.device) -> None:
         make_problem([1, 2], [9000, 3000], device=device, heads=heads, kv_heads=2, is_causal=True)
         for heads in (8, 16)
     ]
-    workspaces = [make_workspace(device), make_workspace(device)]
-    expected = [call(p, w) for p, w in zip(problems, workspaces, strict=True)]
-    streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
-    rounds = [[arguments(p, w) for p, w in zip(problems, workspaces, strict=True)] for _ in range(50)]
-    torch.cuda.synchronize(device)
-    for batch in rounds:
-        for given, stream in zip(batch, streams, strict=True):
-            with torch.cuda.stream(stream):
-                run(given)
-    torch.cuda.synchronize(device)
-    for batch in rounds:
-        for given, wanted in zip(batch, expected, strict=True):
-            assert_same_bits((given["out"], given["lse"]), wanted)
+    assert_streams_share_nothing(problems, device, rounds=50)
 
 
 def test_the_next_call_sees_all_rows(device: torch.device, workspace: torch.Tensor) -> None:

@@ -16,9 +16,9 @@ FEW_KEYS = 2048
 dividing them among blocks costs more than it saves."""
 
 _DEALT_QUERIES = 320
-"""A sequence of fewer is faster in larger tiles than with a second small one for some multiprocessors."""
+"""From so many on, some multiprocessors may have two tiles of one sequence."""
 _LONG_QUERIES = 768
-"""A sequence of fewer, than with a second one for more than half of them."""
+"""From so many on, all of them may. Larger tiles were faster for shorter sequences of as many tiles."""
 
 
 class FewRows(NamedTuple):

@@ -441,46 +441,30 @@ def test_few_rows_over_few_keys_get_a_pair() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_pair"),
+    ("lens", "heads", "changes", "is_pair"),
     [
-        ({"max_q_len": 768, "max_kv_len": 1024}, True),  # 192 tiles
-        ({"max_q_len": 1024, "max_kv_len": 1024}, True),  # 256
-        ({"max_q_len": 1088, "max_kv_len": 1088}, False),  # 272
-        (
-            {"max_q_len": 512, "max_kv_len": 512, "num_heads_q": 24, "num_heads_kv": 24},
-            True,
-        ),  # 192 short ones
-        (
-            {"max_q_len": 512, "max_kv_len": 512, "num_heads_q": 32, "num_heads_kv": 32},
-            False,
-        ),  # 256 short ones
-        (
-            {"max_q_len": 256, "max_kv_len": 256, "num_heads_q": 40, "num_heads_kv": 40},
-            False,
-        ),  # 160 shorter ones
-        ({"max_q_len": 767, "max_kv_len": 1024}, False),  # hardly a short one
-        ({"max_q_len": 768, "max_kv_len": 1024, "mask_type": MaskType.DENSE}, False),
-        ({"max_q_len": 384, "max_kv_len": 384, "batch_size": 2}, False),
-        ({"max_q_len": 768, "max_kv_len": 768, "dtype_v": DType.E4M3}, False),
+        ((768, 1024), 16, {}, True),  # 192 tiles
+        ((1024, 1024), 16, {}, True),  # 256
+        ((1088, 1088), 16, {}, False),  # 272
+        ((512, 512), 24, {}, True),  # 192 short ones
+        ((512, 512), 32, {}, False),  # 256 of these
+        ((256, 256), 40, {}, False),  # 160 shorter ones
+        ((767, 1024), 16, {}, False),  # hardly a short one
+        ((768, 1024), 16, {"mask_type": MaskType.DENSE}, False),
+        ((384, 384), 16, {"batch_size": 2}, False),
+        ((768, 768), 16, {"dtype_v": DType.E4M3}, False),
     ],
 )
 def test_one_causal_sequence_may_have_two_tiles_for_a_multiprocessor(
-    changes: dict[str, Any], is_pair: bool
+    lens: tuple[int, int], heads: int, changes: dict[str, Any], is_pair: bool
 ) -> None:
-    heads = {"num_heads_q": 16, "num_heads_kv": 16, "batch_size": 1}
-    rows = [
-        make_row(
-            dtype_v=changes.get("dtype_v", DType.BF16),
-            mask_type=changes.get("mask_type", MaskType.CAUSAL),
-            **kind,
-        )
-        for kind in ({}, {"scheduler": Scheduler.PAIR, "tile_q": 64})
-    ]
-    selection = select(make_request(**(heads | changes)), rows)
-    assert selection.row is rows[is_pair]
-    assert (
-        "64-row tiles for 132 multiprocessors, the longest with the shortest" in selection.reason
-    ) == is_pair
+    few = {"num_heads_q": heads, "num_heads_kv": heads, "max_q_len": lens[0], "max_kv_len": lens[1]}
+    request = make_request(**{**few, "batch_size": 1, **changes})
+    plain, pair = row_for(request), row_for(request, scheduler=Scheduler.PAIR, tile_q=64)
+    selection = select(request, [plain, pair])
+    assert selection.row is (pair if is_pair else plain)
+    dealt = "64-row tiles for 132 multiprocessors, the longest with the shortest"
+    assert (dealt in selection.reason) == is_pair
 
 
 @given(kernel_requests(), st.lists(kernel_rows(), max_size=8))

@@ -92,7 +92,7 @@ def test_replays_follow_lengths_changed_in_place(
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_replays_of_one_long_sequence(dims: tuple[int, int], device: torch.device) -> None:
-    """Tiles are drawn, or dealt: two to a block, or one."""
+    """Blocks draw tiles, or have one each, from replay to replay."""
     problem = make_problem([2500], [2500], device=device, dims=dims, heads=16, kv_heads=4, is_causal=True)
     given = arguments(problem, make_workspace(device))
     assert chosen_scheduler(given) == "persistent"

@@ -282,7 +282,7 @@ class Consumer : ConsumerProducts {
     if constexpr (kSage && kE4m3P) softmax_.forget_corrections();
     // Where p has few bits, and the maximum is not looked for later, the reference starts as the exact one.
     constexpr bool kExact = kE4m3P && kNow == Block::masked;
-    const bool moved = kExact ? softmax_.next_exact(numbers(logits)) : softmax_.next(numbers(logits));
+    const bool moved = softmax_.next<kExact>(numbers(logits));
     ptx::hold_registers(numbers(logits));
     if constexpr (!kWaits) output_arrived();
     probabilities_to_operand(logits);
@@ -388,8 +388,8 @@ class Consumer : ConsumerProducts {
       }
       choose(true);
       if (maxima_.raised_by(block_maxima)) {
-        moved = softmax_.outgrown_by(block_maxima.row);
-        if (moved) softmax_.follow(block_maxima.row);
+        moved = softmax_.outgrown_by(block_maxima.row[0], block_maxima.row[1]);
+        if (moved) softmax_.follow(block_maxima.row[0], block_maxima.row[1]);
         maxima_.raise(block_maxima);
       }
     }
@@ -408,7 +408,7 @@ class Consumer : ConsumerProducts {
     // Behind a block that was left out, all threads of a row have its running maximum.
     const bool counts =
         __any_sync(~0u, kHasWeights ? maxima_.surely_counts(block, softmax_) : maxima_.counts(block));
-    moved = softmax_.outgrown_by(block.row);
+    moved = softmax_.outgrown_by(block.row[0], block.row[1]);
     say_whether_it_counts(warpgroup_, counts);
     if (__builtin_expect(!counts || moved, false)) {
       if (!counts && !counts_exactly<kHasWeights>(block) &&
@@ -417,7 +417,7 @@ class Consumer : ConsumerProducts {
         return false;
       }
       if (moved) {
-        softmax_.follow(block.row);
+        softmax_.follow(block.row[0], block.row[1]);
         maxima_.set_limits(softmax_);
       }
     }

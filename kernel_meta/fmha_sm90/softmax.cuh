@@ -92,27 +92,30 @@ struct Softmax {
     add(exponentiate(s));
   }
 
-  // Later blocks. Returns whether O must be rescaled (the same for the whole warp).
-  template <int kCount>
+  // Later blocks. Returns whether O must be rescaled (the same for the whole warp). kExact: a row outgrows its reference
+  // with anything above it.
+  template <bool kExact = false, int kCount>
   __device__ __forceinline__ bool next(float (&s)[kCount]) {
-    return next(s, slack);
-  }
-
-  // One of them whose rows outgrow their reference with anything above it.
-  template <int kCount>
-  __device__ __forceinline__ bool next_exact(float (&s)[kCount]) {
-    return next(s, 0.f);
+    const float before[kRowsPerThread] = {exponent_offset(0), exponent_offset(1)};
+    const float x0 = row_max(s, 0), x1 = row_max(s, 1);
+    const bool moved = outgrown_by<kExact>(x0, x1);
+    if (moved) follow<kExact>(x0, x1);
+    if (kSage && moved) shift(s, {offset[0] - before[0], offset[1] - before[1]});
+    add(exponentiate(s));
+    return moved;
   }
 
   // Whether a row of the warp outgrows its reference with these maxima, of which each thread has its part.
-  __device__ __forceinline__ bool outgrown_by(const float (&x)[kRowsPerThread]) const {
-    return __any_sync(~0u, outgrows(0, x[0], slack) || outgrows(1, x[1], slack));
+  template <bool kExact = false>
+  __device__ __forceinline__ bool outgrown_by(float x0, float x1) const {
+    return __any_sync(~0u, outgrows<kExact>(0, x0) || outgrows<kExact>(1, x1));
   }
 
   // Moves what they outgrow. O must be rescaled.
-  __device__ __forceinline__ void follow(const float (&x)[kRowsPerThread]) {
-    move_reference(0, quad_max(x[0]), slack);
-    move_reference(1, quad_max(x[1]), slack);
+  template <bool kExact = false>
+  __device__ __forceinline__ void follow(float x0, float x1) {
+    move_reference<kExact>(0, quad_max(x0));
+    move_reference<kExact>(1, quad_max(x1));
   }
 
   // s becomes p. By itself, the step of a later block that does not look for the maximum, which costs as much as the
@@ -219,27 +222,11 @@ struct Softmax {
     for (int i = 0; i < kCount; ++i) s[i] += by[i / 2 % 2];
   }
 
-  template <int kCount>
-  __device__ __forceinline__ bool next(float (&s)[kCount], float slack) {
-    const float before[kRowsPerThread] = {exponent_offset(0), exponent_offset(1)};
-    const bool moved = follow(row_max(s, 0), row_max(s, 1), slack);
-    if (kSage && moved) shift(s, {offset[0] - before[0], offset[1] - before[1]});
-    add(exponentiate(s));
-    return moved;
-  }
-
-  __device__ __forceinline__ bool follow(float x0, float x1, float slack) {
-    const bool moved = __any_sync(~0u, outgrows(0, x0, slack) || outgrows(1, x1, slack));
-    if (moved) {
-      move_reference(0, quad_max(x0), slack);
-      move_reference(1, quad_max(x1), slack);
-    }
-    return moved;
-  }
-
-  __device__ __forceinline__ bool outgrows(int r, float x, float slack) const {
-    if constexpr (kMovesBySums) return fmaf(x, scale, offset[r]) > kTop + slack;
-    return x > m[r] + slack;
+  template <bool kExact>
+  __device__ __forceinline__ bool outgrows(int r, float x) const {
+    const float most = kExact ? 0.f : slack;
+    if constexpr (kMovesBySums) return fmaf(x, scale, offset[r]) > kTop + most;
+    return x > m[r] + most;
   }
 
   __device__ __forceinline__ void set_reference(int r, float x) {
@@ -251,8 +238,9 @@ struct Softmax {
     offset[r] = x == -kInfinity ? 0.f : kTop == 0.f ? -scale * x : kTop - scale * x;
   }
 
-  __device__ __forceinline__ void move_reference(int r, float x, float slack) {
-    const bool outgrown = outgrows(r, x, slack);
+  template <bool kExact>
+  __device__ __forceinline__ void move_reference(int r, float x) {
+    const bool outgrown = outgrows<kExact>(r, x);
     if constexpr (kMovesBySums) {
       const float before = offset[r];
       if (outgrown) set_reference(r, x);

@@ -8,19 +8,17 @@
 // Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs under the other's. Where
 // both products are of 8-bit elements, they are too short for that.
 #pragma once
+#include "choices.cuh"
 #include "mask.cuh"
 #include "products.cuh"
 #include "remake.cuh"
-#include "skip.cuh"
 
 namespace fmha {
 
-static_assert(!kSkipsSoftmax || kTakesTurns, "turns keep a warp from voting twice before another has voted once");
-
-class Consumer : ConsumerProducts {
+class Consumer : ConsumerChoices {
  public:
   __device__ __forceinline__ Consumer(const Params& params, int warpgroup, float bmm1_scale, float bmm2_scale)
-      : ConsumerProducts(params, warpgroup, bmm1_scale), bmm1_scale_(bmm1_scale), bmm2_scale_(bmm2_scale) {}
+      : ConsumerChoices(params, warpgroup, bmm1_scale), bmm1_scale_(bmm1_scale), bmm2_scale_(bmm2_scale) {}
 
   __device__ __forceinline__ void run() {
     Storage& s = storage();
@@ -86,10 +84,7 @@ class Consumer : ConsumerProducts {
       run_pruned(tile, shared, mask, blocks.end, last, first_token);
       return;
     }
-    if constexpr (kSkipsSoftmax) {
-      maxima_.begin(rows, params_.skip.factor, tile.kv_len, softmax_.scale);
-      tally_tile(blocks, last);
-    }
+    if constexpr (kSkipsSoftmax) begin_choices(rows, tile.kv_len, blocks, last);
     const int values_end = end_of_values(tile, shared);
     int block = blocks.end - 1;
     if constexpr (!kSeamless) first_valid_rows_ = values_end - block * kTileKV;
@@ -218,7 +213,7 @@ class Consumer : ConsumerProducts {
     if constexpr (kNow == Block::masked) mask.apply(s_, block);
     decltype(auto) logits = that_count<kNow>();
     softmax_.first(numbers(logits));
-    if constexpr (kSkipsSoftmax) maxima_.start(softmax_);
+    if constexpr (kSkipsSoftmax) start_maxima();
     ptx::hold_registers(numbers(logits));
     if constexpr (kPending) output_arrived();
     if (finishes_without_product) pass_values();
@@ -229,38 +224,10 @@ class Consumer : ConsumerProducts {
   // From `block` down to `end`.
   template <Block kNow>
   __device__ __forceinline__ void later_steps(const Mask& mask, int& block, int end, int last, int values_end) {
-    if constexpr (kExpectsToCount) {
-      count_and_skip<kNow>(mask, block, end, last, values_end);
-    } else if constexpr (kSkipsSoftmax) {
-      for (; block >= end; --block) {
-        if (has_weights()) {
-          step_or_skip<kNow, true>(mask, block, last, values_end);
-        } else {
-          step_or_skip<kNow, false>(mask, block, last, values_end);
-        }
-      }
+    if constexpr (kSkipsSoftmax) {
+      step_or_skip_each<kNow>(mask, block, end, last, values_end);
     } else {
       for (; block >= end; --block) step<kNow>(mask, block, last, values_end);
-    }
-  }
-
-  // A loop for blocks that count, and one for those that do not: what both do behind a block, each does in its own
-  // place, among the exponentials.
-  template <Block kNow>
-  __device__ __forceinline__ void count_and_skip(const Mask& mask, int& block, int end, int last, int values_end) {
-    while (block >= end) {
-      if (has_weights()) {
-        while (step_or_skip<kNow, true>(mask, block, last, values_end)) {
-          if (--block < end) return;
-        }
-        leave_out<true>();
-      } else {
-        while (!step_or_skip<kNow, false>(mask, block, last, values_end)) {
-          leave_out<false>();
-          if (--block < end) return;
-        }
-      }
-      --block;
     }
   }
 
@@ -363,91 +330,6 @@ class Consumer : ConsumerProducts {
       return ScaledLogits<kGrouped>(logits, key_scales(), softmax_.row_scale);
     } else {
       return logits;
-    }
-  }
-
-  // A step that finds out whether the block counts (skip.cuh), and ends there if it does not. Two bodies instead of a
-  // branch around P V, which would keep the compiler from overlapping products.
-  template <Block kNow, bool kHasWeights>
-  __device__ __forceinline__ bool step_or_skip(const Mask& mask, int block, int last, int values_end) {
-    take_turn();
-    issue_logits();
-    if constexpr (kHasWeights) issue_output<kNow>(values_end - (block + 1) * kTileKV);
-    pass_turn();
-    ptx::wgmma_wait<kHasWeights ? 1 : 0>();
-    logits_arrived(block == last);
-    if constexpr (kNow == Block::masked) mask.apply(s_, block);
-    const BlockMaxima block_maxima(s_);
-    bool moved = false;
-    if constexpr (kExpectsToCount) {
-      if (!admits_expected<kHasWeights>(block_maxima, moved)) return false;
-    } else {
-      if (!vote(warpgroup_, maxima_.counts(block_maxima), choices_made_ + 1)) {
-        leave_out<kHasWeights>();
-        return false;
-      }
-      choose(true);
-      if (maxima_.raised_by(block_maxima)) {
-        moved = softmax_.outgrown_by(block_maxima.row[0], block_maxima.row[1]);
-        if (moved) softmax_.follow(block_maxima.row[0], block_maxima.row[1]);
-        maxima_.raise(block_maxima);
-      }
-    }
-    softmax_.add(softmax_.exponentiate(s_));
-    if constexpr (kExpectsToCount) maxima_.raise_own(block_maxima);
-    ptx::hold_registers(s_);
-    values_done<kHasWeights>();
-    probabilities_to_operand(s_);
-    if (moved) rescale_output();
-    return true;
-  }
-
-  // Whether the block counts. References have followed it then; where one has moved, O has yet to.
-  template <bool kHasWeights>
-  __device__ __forceinline__ bool admits_expected(const BlockMaxima& block, bool& moved) {
-    // Behind a block that was left out, all threads of a row have its running maximum.
-    const bool counts =
-        __any_sync(~0u, kHasWeights ? maxima_.surely_counts(block, softmax_) : maxima_.counts(block));
-    moved = softmax_.outgrown_by(block.row[0], block.row[1]);
-    say_whether_it_counts(warpgroup_, counts);
-    if (__builtin_expect(!counts || moved, false)) {
-      if (!counts && !counts_exactly<kHasWeights>(block) &&
-          !counts_for_others(warpgroup_, warp_, choices_made_ + 1)) {
-        if constexpr (kHasWeights) wait_for_output();  // here: ptxas serialises products that leave the loop
-        return false;
-      }
-      if (moved) {
-        softmax_.follow(block.row[0], block.row[1]);
-        maxima_.set_limits(softmax_);
-      }
-    }
-    choose<kHasWeights>(true);
-    return true;
-  }
-
-  // For the warp, where it is not certain.
-  template <bool kHasWeights>
-  __device__ __forceinline__ bool counts_exactly(const BlockMaxima& block) {
-    if constexpr (!kHasWeights) return false;
-    maxima_.exchange();
-    const bool counts = __any_sync(~0u, maxima_.counts(block));
-    say_whether_it_counts(warpgroup_, counts);
-    return counts;
-  }
-
-  template <bool kHasWeights>
-  __device__ __forceinline__ void leave_out() {
-    choose(false);
-    tally_left_out();
-    values_done<kHasWeights>();
-  }
-
-  template <bool kHasWeights>
-  __device__ __forceinline__ void values_done() {
-    if constexpr (kHasWeights) {
-      output_arrived();
-    } else {
-      pass_values();
     }
   }
 
@@ -578,40 +460,6 @@ class Consumer : ConsumerProducts {
     arrive(s.store_full[warpgroup_]);
   }
 
-  // ---- skip-softmax: choices, and statistics in shared memory, since registers are scarce
-
-  // Where the block before was chosen alike, the loader expects the choice, and need not be told.
-  template <bool kExpected = false>
-  __device__ __forceinline__ void choose(bool counts) {
-    ++choices_made_;
-    weighing_ = weighing_ << 1 | counts;
-    if (!kExpected && keeps_tally()) publish(warpgroup_, choices_made_, weighing_);
-  }
-
-  // Whether p_ holds a block's probabilities, whose product is yet to come.
-  __device__ __forceinline__ bool has_weights() const { return !kSkipsSoftmax || weighing_ & 1; }
-
-  __device__ __forceinline__ bool keeps_tally() const { return (threadIdx.x & 127) == 0; }
-
-  // A sliding tile's extra block, which only the other consumer's rows see, is always left out and not counted.
-  __device__ __forceinline__ void tally_tile(const BlockRange& blocks, int last) const {
-    if (!keeps_tally()) return;
-    SkipTally& tally = storage().skipped[warpgroup_];
-    tally.all += blocks.end - blocks.begin;
-    tally.left_out -= blocks.begin - last;
-  }
-
-  __device__ __forceinline__ void tally_left_out() const {
-    if (keeps_tally()) ++storage().skipped[warpgroup_].left_out;
-  }
-
-  __device__ __forceinline__ void report_tally() const {
-    if (!keeps_tally() || params_.skip.counts == nullptr) return;
-    const SkipTally& tally = storage().skipped[warpgroup_];
-    atomicAdd(&params_.skip.counts[0], static_cast<unsigned long long>(tally.left_out));
-    atomicAdd(&params_.skip.counts[1], static_cast<unsigned long long>(tally.all));
-  }
-
   // ---- small things
 
   // For the tile; this thread's own, in shared memory where registers are too scarce.
@@ -625,8 +473,6 @@ class Consumer : ConsumerProducts {
 
   const float bmm1_scale_;
   const float bmm2_scale_;
-  RunningMaxima maxima_;
-  uint32_t choices_made_ = 0, weighing_ = 1;  // as in Choices
   QueryScales query_scales_;
   bool pending_ = false;
   int pending_valid_rows_ = 0;

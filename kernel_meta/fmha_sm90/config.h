@@ -65,9 +65,9 @@ constexpr int kRowBytes = kChunk * 2;
 constexpr int kChunksV = kHeadDimV / kChunk;
 static_assert(kHeadDimV % kChunk == 0, "rows of V are whole spans");
 
-// Where half of the tensor work leaves the softmax on the critical path, it looks for a row's maximum only when it has
-// to (softmax.cuh). There are no registers for it beside 128 accumulators of O.
-// Nor is there a use for it where every block's maximum decides whether the block counts (skip.cuh).
+// Values of 8 bits mostly come with Q and K of 8 bits, whose product is too short to cover the softmax: it looks for a
+// row's maximum only when it has to (softmax.cuh). There are no registers for that beside 128 accumulators of O, and no
+// use where every block's maximum decides whether the block counts (skip.cuh).
 constexpr bool kAssumesReference = kPreparesValues && kHeadDimV <= 128 && !kSkipsSoftmax;
 
 // Where steps are arranged for blocks that count (skip.cuh). Beside 128 accumulators of O there are no registers for

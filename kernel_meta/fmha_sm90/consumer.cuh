@@ -1,12 +1,12 @@
 // A consumer warpgroup: 64 query rows of every tile.
 //
-// The loop runs over tiles without a seam. While the softmax of block n runs, the tensor cores work on Q K of this
-// block and P V of the one before; at a tile's end the partner of P V is the first Q K of the next tile, and the
-// finished tile is written after that block's softmax. Until then it is `pending`. Of tiles of 64 rows a block has
-// about one, and finishes it at once.
+// The loop runs over tiles without a seam. A step issues Q K^T of its key block and P V of the block before; its
+// softmax starts when the logits are there, and runs beside P V. At a tile's end the partner of P V is the first Q K^T
+// of the next tile, and the finished tile is written after that block's softmax. Until then it is `pending`. Where
+// tiles have 64 rows, a thread block has about one, and finishes it at once.
 //
-// Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs under the other's. Where
-// both products are of 8-bit elements, they are too short for that.
+// Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs beside the other's
+// products. Where both products are of 8-bit elements, they are too short for that.
 #pragma once
 #include "choices.cuh"
 #include "mask.cuh"
@@ -95,7 +95,7 @@ class Consumer : ConsumerChoices {
     }
     remember(shared, first_token);
     start_output();
-    // A row may see no key of the first block, and has a reference behind the second.
+    // A row may see no key of the tile's first block. Then it has no reference before its second.
     const bool waits = kAssumesReference && !(kMovesBySums && key_end(tile, first_token) > (blocks.end - 1) * kTileKV);
     const int full_end = waits ? min(blocks.full_end, blocks.end - 2) : blocks.full_end;
     const int full_begin = kMask == MaskType::sliding ? max(blocks.full_begin, last) : last;
@@ -123,7 +123,8 @@ class Consumer : ConsumerChoices {
     if constexpr (!kSeamless) flush(!alone);
   }
 
-  // Pairs: the same where the tile's one block has few keys of the sequence. They have products of their own.
+  // Pairs: the same where the tile's one block has few keys of the sequence. They have products of their own. It is a
+  // template for the sake of kernels whose products are integers: they have no pairs, and could not compile it.
   template <int kKeys>
   __device__ __forceinline__ void process_few_keys(const Tile& tile, const Tile& shared, int block, int first_token) {
     wait_for_query();
@@ -146,7 +147,7 @@ class Consumer : ConsumerChoices {
     finish_tile<true>(softmax_, false);
   }
 
-  // The same for rows with spcompress: all blocks that are not pruned are masked.
+  // The rest of `process` with spcompress: all blocks that are not pruned are masked.
   __device__ __forceinline__ void run_pruned(const Tile& tile, const Tile& shared, const Mask& mask, int end, int last,
                                              int first_token) {
     const PrunedBlocks pruned = pruned_blocks(tile, params_);
@@ -238,7 +239,7 @@ class Consumer : ConsumerChoices {
     issue_output<kBefore>(values_end - (block + 1) * kTileKV);
     pass_turn();
     if constexpr (kFetchesScalesEarly) fetch_group_scales();
-    // P is out of registers then.
+    // Then P's registers are free for the mask.
     constexpr bool kWaits = kScalesAreTight && kNow == Block::masked;
     if constexpr (kWaits) output_arrived();
     ptx::wgmma_wait<1>();
@@ -257,8 +258,9 @@ class Consumer : ConsumerChoices {
     if (moved) rescale_output();
   }
 
-  // A block that all rows see whole, behind one that was treated alike. Returns false where a row outgrew its
-  // reference: then the logits are made again, from K that is still there, and the rest had better look first.
+  // A block that all rows see whole, behind one that was treated alike: it does not look for maxima. Returns false
+  // where a row outgrew its reference: then the logits were made again, from K that was still there, and later blocks
+  // had better look first.
   template <Block kNow>
   __device__ __forceinline__ bool step_within_reference(int block, int last, int values_end) {
     take_turn();
@@ -294,8 +296,8 @@ class Consumer : ConsumerChoices {
     return within;
   }
 
-  // The same where rows move by their sums. A warp sees to its own 16, and waits for no other one. Sage: a loop for
-  // each kind of scales, so that those of groups are read while Q K^T is under way.
+  // The same where rows move by their sums. A warp sees to its own 16, and waits for no other one. kGrouped: Sage with
+  // scales of groups, a loop of its own, so that they are read while Q K^T is under way.
   template <bool kGrouped>
   __device__ __forceinline__ void step_by_sums(int block, int last, int values_end) {
     take_turn();

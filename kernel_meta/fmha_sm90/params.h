@@ -8,7 +8,7 @@
 
 namespace fmha {
 
-// Sage rows: one scale per head and block of tokens of Q and K, one per kv head and channel of V. Local token t of
+// Sage: one scale per head and block of tokens of Q and K, one per kv head and channel of V. Local token t of
 // sequence b has the scale of column (cum_seq_lens[b] >> block_log2) + b + (t >> block_log2).
 struct SageScales {
   const float* scales_q;  // [num_heads_q, columns_q]
@@ -20,9 +20,9 @@ struct SageScales {
   int32_t block_k_log2;
 };
 
-// Rows that skip the softmax of negligible tiles.
+// Kernels that skip the softmax of negligible blocks.
 struct SkipSoftmax {
-  unsigned long long* counts;  // [2]: tiles left out, and all tiles, are added to it; or null
+  unsigned long long* counts;  // [2]: blocks left out, and all blocks, are added to it; or null
   float factor;                // the threshold of a sequence is factor / kv_len
 };
 
@@ -55,7 +55,7 @@ struct Params {
   int32_t total_kv;  // tokens of the key tensor
   int32_t num_heads_q;
   int32_t heads_per_kv_head;
-  int32_t window_left;  // keys to the left of the diagonal that a row sees; sliding rows only
+  int32_t window_left;  // keys to the left of the diagonal that a row sees; sliding kernels only
   float bmm1_scale;
   float bmm2_scale;
 
@@ -70,7 +70,7 @@ struct Params {
   SkipSoftmax skip;
 };
 
-// Rows with spcompress store no output through a tensor map. In its place they have the keys as (elements of a span,
+// Kernels with spcompress store no output through a tensor map. In its place they have the keys as (elements of a span,
 // tokens, groups of four tokens from there, heads, spans of a row), box (span, 2, kTileKV / 4, 1, 1).
 __host__ __device__ inline const ptx::TensorMap& permuted_key_map(const Params& params) { return params.out_map; }
 

@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_on_demand(const BlockRange& blocks, uint32_
     load_keys_to(block - (kStagesK - 1));
     // The first block always counts for some row.
     const bool is_first = block == blocks.end - 1;
-    // With two stages K would come late. That of this block is free before the choice about it is made.
+    // With two stages the next K would come late. This block's stage is free before the choice about it is made.
     const bool expected = is_first || Demand(number).any;
     if (kStagesK == 2 && !expected) load_keys_to(block - kStagesK);
     const bool loads = expected || has_use(number);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void load_permuted_keys(const Params& params, Ring<kS
 }
 
 // One thread; with scales of keys to load, one warp. Loads each tile's blocks from the last to the first, K one block
-// ahead of V, as they are consumed. `share`: pairs, of which consumer.
+// ahead of V, which is the order of their products. `share`: pairs, of which consumer.
 __device__ __forceinline__ void load_keys_and_values(const Params& params, int share) {
   Storage& s = storage();
   // Divided keys are read by few blocks at about the same time, others again and again.

@@ -155,14 +155,14 @@ class ConsumerProducts {
   }
 
   // Key behind which V may hold something else than the sequence's values and zeros. Where the tensor ends with the
-  // sequence, the copy engine fills in zeros; to see that is worth it for few tiles.
+  // sequence, the copy engine fills in zeros; only where tiles are few is it worth to find that out.
   __device__ __forceinline__ int end_of_values(const Tile& tile, const Tile& shared) const {
     constexpr int kNowhere = 0x7fffffff;
     if constexpr (!kPairs) return tile.kv_len;
     return shuffled(shared.kv_start) + tile.kv_len == params_.total_kv ? kNowhere : tile.kv_len;
   }
 
-  // Of the blocks of a tile, only the first one.
+  // True of a tile's first block at most, which holds the sequence's last keys.
   static __device__ __forceinline__ bool has_foreign_values(int valid_rows) {
     return !kPreparesValues && valid_rows < kTileKV;
   }

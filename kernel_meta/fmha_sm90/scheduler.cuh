@@ -1,11 +1,12 @@
 // Which tile comes next. One warp per block runs this; the others receive tiles through Storage::tiles.
 //
-// Order: sequence by sequence, of up to 32 the one with the most keys first. Inside a sequence, groups of
+// Order: sequence by sequence; if there are at most 32, the one with the most keys first. Inside a sequence, groups of
 // heads whose keys and values share the L2 cache; inside a group the longest rows of a causal mask first, heads
-// innermost. Split: tile by tile, its parts side by side. Tile i < gridDim.x belongs to block i; later ones go to
-// whoever draws the next ticket. Pairs: if a block has two tiles at most, of one sequence, nobody draws: the second ones
-// are dealt backwards, so that the longest goes with the shortest. Other kernels may have groups of heads, behind each
-// other.
+// innermost. Split: tile by tile, its parts side by side.
+//
+// Tile i < gridDim.x belongs to block i; later ones go to whoever draws the next ticket. Pairs: if a block has two
+// tiles at most, of one sequence, nobody draws: the second ones are dealt backwards, so that the longest goes with the
+// shortest. In other kernels a sequence may have several groups of heads, each of which begins with its longest.
 #pragma once
 #include "common/ptx/math.cuh"
 #include "common/tickets.cuh"
@@ -74,8 +75,8 @@ class TileScheduler {
     return params_.batch_size <= kWindow && window_begin_ + window_tiles_ <= rounds * blocks();
   }
 
-  // Then every lane has the sequence: there is nothing to exchange on the way to the first tile. Where that is one of
-  // many, it does not count.
+  // Then every lane has the sequence: there is nothing to exchange on the way to the first tile. In other kernels a
+  // block has many tiles, and that way does not count.
   __device__ __forceinline__ bool only_one_sequence() const { return kPairs && params_.batch_size == 1; }
 
   __device__ __forceinline__ void load_window(int lane) {

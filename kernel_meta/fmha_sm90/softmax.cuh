@@ -11,8 +11,8 @@
 //
 // Where p has 8 bits, sums of a block's p tell by how much (kMovesBySums). Then only the offset is kept, not m.
 //
-// Sage: s comes as an exponent, scale * (s - m), with the m of then; the scale of a reference is 1. A reference that
-// moves shifts it.
+// Sage: s comes as an exponent in base 2 (sage.cuh), made with its scales and, where the row has one, the reference of
+// before the block. So `scale` is 1, and a reference that moves shifts s.
 #pragma once
 #include "config.h"
 #include "row_result.cuh"
@@ -92,8 +92,8 @@ struct Softmax {
     add(exponentiate(s));
   }
 
-  // Later blocks. Returns whether O must be rescaled (the same for the whole warp). kExact: a row outgrows its reference
-  // with anything above it.
+  // Later blocks. Returns whether O must be rescaled (the same for the whole warp). kExact: a row outgrows its
+  // reference with anything above it.
   template <bool kExact = false, int kCount>
   __device__ __forceinline__ bool next(float (&s)[kCount]) {
     const float before[kRowsPerThread] = {exponent_offset(0), exponent_offset(1)};
@@ -111,7 +111,7 @@ struct Softmax {
     return __any_sync(~0u, outgrows<kExact>(0, x0) || outgrows<kExact>(1, x1));
   }
 
-  // Moves what they outgrow. O must be rescaled.
+  // Moves the references that they outgrow. O must be rescaled.
   template <bool kExact = false>
   __device__ __forceinline__ void follow(float x0, float x1) {
     move_reference<kExact>(0, quad_max(x0));

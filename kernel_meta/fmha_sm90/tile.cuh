@@ -42,7 +42,7 @@ __device__ __forceinline__ Tile read_blocks(const Tile& shared, int lane) {
   }
 }
 
-// Of all consumers.
+// Of a tile, in all its row groups.
 __device__ __forceinline__ int tile_tokens(const Params& params) { return kRowGroups * params.tile_tokens; }
 
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -18,6 +18,7 @@ from torch import Tensor
 from cubin_runtime import arguments as checks
 from cubin_runtime import empty_rows, torch_ops
 from cubin_runtime.arguments import DTYPES, Call
+from cubin_runtime.bounded import Bounded
 from cubin_runtime.families import Arguments, PreparedCall, Problem, TensorLayout, family
 from cubin_runtime.few_rows import few_rows
 from cubin_runtime.many_keys import without_lengths
@@ -42,9 +43,9 @@ _NUMBER = (float, int)
 _NO_SCALES = (0, 0, 0, 0)
 _read_by_dynamo = torch.compiler.is_dynamo_compiling
 
-_prepared: dict[Hashable, PreparedCall] = {}
+_prepared: Bounded[Hashable, PreparedCall] = Bounded(_MAX_PREPARED)
 _recent: Recent[PreparedCall] = Recent(_MAX_PREPARED)
-_chosen: dict[tuple[KernelRequest, int | None], KernelRow] = {}
+_chosen: Bounded[tuple[KernelRequest, int | None], KernelRow] = Bounded(_MAX_CHOSEN)
 
 
 def _forget() -> None:
@@ -360,7 +361,8 @@ def _first_call(call: Call) -> Result:
         return _run_reference(call)
     prepared = _prepare(call)
     result = _run(call, prepared)
-    _remember(call, prepared)  # now that it has passed the checks of addresses and of the driver, too
+    # Only now has it passed the checks of addresses and of the driver, too.
+    _prepared[_signature(call)] = prepared
     return result
 
 
@@ -374,23 +376,13 @@ def _prepare(call: Call) -> PreparedCall:
     return implementation.prepare(problem, load(row, device))
 
 
-def _remember(call: Call, prepared: PreparedCall) -> None:
-    """Keeps a prepared call; where there are too many, starts over."""
-    if len(_prepared) >= _MAX_PREPARED:
-        _forget()
-    _prepared[_signature(call)] = prepared
-
-
 def _choose(request: KernelRequest) -> KernelRow:
     """A request's kernel. An engine has new lengths in every step; selection goes by few facts of them."""
     few = few_rows(request)
     facts = without_lengths(request), few.tile_q if few else None
     row = _chosen.get(facts)
     if row is None:
-        row = select(request).require()
-        if len(_chosen) >= _MAX_CHOSEN:
-            _chosen.clear()
-        _chosen[facts] = row
+        row = _chosen[facts] = select(request).require()
     return row
 
 

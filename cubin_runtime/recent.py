@@ -12,6 +12,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from cubin_runtime.bounded import Bounded
+
 _Value = TypeVar("_Value")
 
 
@@ -23,8 +25,7 @@ class Recent(Generic[_Value]):
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._entries: dict[Hashable, tuple[Any, _Value]] = {}
+        self._entries: Bounded[Hashable, tuple[Any, _Value]] = Bounded(most)
 
     def find(self, key: Hashable, tensors: Sequence[Tensor]) -> _Value | None:
         """The value remembered for the key and such tensors, whose number must follow from the key."""
@@ -34,11 +35,8 @@ class Recent(Generic[_Value]):
     def remember(self, key: Hashable, tensors: Sequence[Tensor], value: _Value) -> None:
         """Replaces what is known for the key; where there are too many keys, starts over."""
         guards = _tensor_guards(tensors)
-        if guards is None:
-            return
-        if len(self._entries) >= self._most:
-            self._entries.clear()
-        self._entries[key] = guards, value
+        if guards is not None:
+            self._entries[key] = guards, value
 
     def clear(self) -> None:
         """Forgets everything."""

@@ -12,6 +12,7 @@ import struct
 from typing import Literal, NamedTuple
 
 from cubin_runtime import _driver
+from cubin_runtime.bounded import Bounded
 from cubin_runtime.errors import InvalidArgumentError, TableError
 from cubin_runtime.families import Arguments, Problem, TensorLayout
 from cubin_runtime.few_rows import FEW_KEYS, packed_heads
@@ -276,17 +277,15 @@ def _check_abi(kernel: Loaded, abi: str, parameter_bytes: int) -> None:
 prepare = FmhaSm90Call
 
 
-class _Maps(dict[int, bytes]):
+class _Maps(Bounded[int, bytes]):
     """Tensor maps of one operand, by address: allocators hand the same addresses out again and again."""
 
     def __init__(self, tiled: TiledMap, context: int) -> None:
-        super().__init__()
+        super().__init__(_MAX_MAPS)
         self._map = tiled
         self._context = context
 
     def __missing__(self, address: int) -> bytes:
-        if len(self) >= _MAX_MAPS:
-            self.clear()
         with _driver.entered(self._context):  # the driver encodes for a device
             encoded = self[address] = self._map.encode(address)
         return encoded

@@ -15,6 +15,7 @@ from typing import Any
 
 import kernel_meta
 from cubin_runtime import _driver
+from cubin_runtime.bounded import Bounded
 from cubin_runtime.errors import InvalidArgumentError, TableError, UnsupportedError
 from cubin_runtime.families import Arguments, Problem, TensorLayout
 from cubin_runtime.families.packing import StructLayout, fast_divisor, load_layout
@@ -114,7 +115,7 @@ class FmhaTrtllmGenCall:
         self.layout = _struct_layout(kernel)
         self.workspace = workspace(problem, kernel.row, kernel.device.sm_count)
         self._maps = _maps(problem, kernel.row)
-        self._encoded: dict[tuple[int, int, int, int], dict[str, bytes]] = {}
+        self._encoded: Bounded[tuple[int, int, int, int], dict[str, bytes]] = Bounded(_MAX_ENCODED)
         self._plan = LaunchPlan(
             kernel, grid(problem, kernel.row, kernel.device.sm_count), states_defaults=True
         )
@@ -194,8 +195,6 @@ class FmhaTrtllmGenCall:
         addresses = (a.query, a.key, a.value, a.out)
         encoded = self._encoded.get(addresses)
         if encoded is None:
-            if len(self._encoded) >= _MAX_ENCODED:
-                self._encoded.clear()
             with _driver.entered(self.kernel.context):  # the driver encodes for a device
                 encoded = {
                     name: tiled.encode(address)

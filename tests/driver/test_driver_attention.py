@@ -604,7 +604,7 @@ def test_caches_are_bounded(run_with_stub: Callable[..., Any]) -> None:
         SETUP
         + """
 from cubin_runtime.families import fmha_sm90
-attention._MAX_PREPARED = 4
+attention._prepared.most = 4
 fmha_sm90._MAX_MAPS = 3
 for tokens in range(1, 11):
     attend(**cuda_call([tokens], [10]))
@@ -623,7 +623,7 @@ attend(**cuda_call([301, 20, 7], [500, 20, 7], heads=many_heads))
 assert len(attention._chosen) == chosen  # other lengths are no other choice
 attend(**cuda_call([11], [11]))
 assert len(attention._chosen) == chosen  # nor of few rows
-attention._MAX_CHOSEN = chosen
+attention._chosen.most = chosen
 attend(**cuda_call([11], [11], is_causal=False))
 assert len(attention._chosen) == 1
 """

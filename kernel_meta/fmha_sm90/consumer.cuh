@@ -1,9 +1,9 @@
 // A consumer warpgroup: 64 query rows of every tile.
 //
 // The loop runs over tiles without a seam. A step issues Q K^T of its key block and P V of the block before; its
-// softmax starts when the logits are there, and runs beside P V. At a tile's end the partner of P V is the first Q K^T
-// of the next tile, and the finished tile is written after that block's softmax. Until then it is `pending`. Where
-// tiles have 64 rows, a thread block has about one, and finishes it at once.
+// softmax starts when the logits are there, and runs beside P V. A tile's last P V is issued when the next tile is
+// there, and its rows are written beside that one's first Q K^T. Until then it is `pending`. Where tiles have 64 rows,
+// a thread block has about one, and finishes it at once.
 //
 // Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs beside the other's
 // products. Where both products are of 8-bit elements, they are too short for that.
@@ -71,12 +71,6 @@ class Consumer : ConsumerChoices {
     if constexpr (kSage) {
       query_scales_ = load_query_scales(params_, shared, Rows(first_token, tile.q_len, params_));
     }
-    wait_for_query();
-    // The store warp takes whole tiles only: the rows behind a sequence's end are the next sequence's.
-    const bool staged =
-        kStagesOutput && pending_ && shuffled(mine().token) + params_.tile_tokens <= shuffled(mine().q_len);
-    if (kQInRegisters && !staged) release_query();
-
     const Rows rows(first_token, tile.q_len, params_);
     const Mask visible(tile, rows, params_.window_left);
     const Mask& mask = kept(visible);
@@ -89,9 +83,9 @@ class Consumer : ConsumerChoices {
     int block = blocks.end - 1;
     if constexpr (!kSeamless) first_valid_rows_ = values_end - block * kTileKV;
     if (kSeamless && pending_ && has_weights()) {
-      first_step<Block::masked, Block::whole>(mask, block, last, staged);
+      first_step<Block::masked, Block::whole>(mask, block, last);
     } else {
-      first_step<Block::masked, Block::none>(mask, block, last, staged);
+      first_step<Block::masked, Block::none>(mask, block, last);
     }
     remember(shared, first_token);
     start_output();
@@ -128,12 +122,12 @@ class Consumer : ConsumerChoices {
   template <int kKeys>
   __device__ __forceinline__ void process_few_keys(const Tile& tile, const Tile& shared, int block, int first_token) {
     wait_for_query();
-    if constexpr (kQInRegisters) release_query();
     const Mask mask(tile, Rows(first_token, tile.q_len, params_), params_.window_left);
     first_valid_rows_ = end_of_values(tile, shared) - block * kTileKV;
     float s[kKeys / 2];
     take_turn();
     issue_logits<kKeys>(s);
+    if constexpr (kQInRegisters) release_query();
     clear_first_values<kKeys>();
     ptx::wgmma_wait<0>();
     ptx::hold_registers(s);
@@ -144,7 +138,7 @@ class Consumer : ConsumerChoices {
     remember(shared, first_token);
     start_output();
     issue_output<Block::masked, kKeys>(first_valid_rows_);
-    finish_tile<true>(softmax_, false);
+    finish_tile<true>();
   }
 
   // The rest of `process` with spcompress: all blocks that are not pruned are masked.
@@ -183,28 +177,33 @@ class Consumer : ConsumerChoices {
   template <Block kNow>
   __device__ __forceinline__ void first_step(const Mask& mask, int block, int last) {
     if (!pending_) {
-      first_step<kNow, Block::none>(mask, block, last, false);
+      first_step<kNow, Block::none>(mask, block, last);
     } else if (pending_pruned_) {
-      first_step<kNow, Block::pruned>(mask, block, last, false);
+      first_step<kNow, Block::pruned>(mask, block, last);
     } else {
-      first_step<kNow, Block::masked>(mask, block, last, false);
+      first_step<kNow, Block::masked>(mask, block, last);
     }
   }
 
-  // The first block of a tile, beside the last P V of the pending tile.
+  // The first block of a tile. What is left to do for the pending tile comes first, its last P V while Q is on its way.
   template <Block kNow, Block kBefore>
-  __device__ __forceinline__ void first_step(const Mask& mask, int block, int last, bool staged) {
+  __device__ __forceinline__ void first_step(const Mask& mask, int block, int last) {
     constexpr bool kPending = kBefore != Block::none;
-    Softmax finished = softmax_;
-    const bool finishes_without_product = kSkipsSoftmax && !kPending && pending_;
-    if constexpr (kSkipsSoftmax) choose(true);
-    take_turn();
-    issue_logits();
     if constexpr (kPending) issue_output<kBefore>(pending_valid_rows_);
-    pass_turn();
-    if constexpr (kFetchesScalesEarly) fetch_group_scales();
-    if constexpr (!kSeamless) clear_first_values();
-    ptx::wgmma_wait<kPending ? 1 : 0>();
+    if constexpr (kPending && kStagesOutput) {
+      issue_first_logits_and_finish();
+    } else {
+      issue_first_logits();
+      if constexpr (kPending) {
+        ptx::wgmma_wait<1>();
+        output_read();
+        finish_tile();
+      } else if (kSkipsSoftmax && pending_) {
+        pass_values();
+        finish_tile();
+      }
+    }
+    ptx::wgmma_wait<0>();
     if constexpr (kSage) {
 #pragma unroll
       for (int r = 0; r < kRowsPerThread; ++r) softmax_.begin_row(r, bmm1_scale_ * kLog2E * query_scales_.row[r]);
@@ -216,10 +215,48 @@ class Consumer : ConsumerChoices {
     softmax_.first(numbers(logits));
     if constexpr (kSkipsSoftmax) start_maxima();
     ptx::hold_registers(numbers(logits));
-    if constexpr (kPending) output_arrived();
-    if (finishes_without_product) pass_values();
     probabilities_to_operand(logits);
-    if (kPending || finishes_without_product) finish_tile(finished, staged);
+  }
+
+  __device__ __forceinline__ void issue_first_logits() {
+    wait_for_query();
+    if constexpr (kSkipsSoftmax) choose(true);
+    take_turn();
+    issue_logits();
+    pass_turn();
+    if constexpr (kQInRegisters) release_query();
+    if constexpr (kFetchesScalesEarly) fetch_group_scales();
+    if constexpr (!kSeamless) clear_first_values();
+  }
+
+  // The same while a last P V is under way. The tensor cores take products one by one, and who issues several waits:
+  // between those of Q K^T the pending tile goes to Q's buffer, from where the store warp sends it. That one takes
+  // whole tiles only: the rows behind a sequence's end are the next sequence's.
+  __device__ __forceinline__ void issue_first_logits_and_finish() {
+    const PendingTile tile = mine();
+    const Rows rows(tile.token, tile.q_len, params_);
+    float factor[kRowsPerThread];
+    sum_rows();
+    conclude_rows(tile, rows, factor);
+    const bool staged = shuffled(tile.token) + params_.tile_tokens <= shuffled(tile.q_len);
+    wait_for_query();
+    output_arrived();
+    if constexpr (kSkipsSoftmax) choose(true);
+    take_turn();
+    issue_logits<kTileKV>(products_.anew(s_), [&](int step) {
+      constexpr int kSteps = kRowBytesQK / kStepBytes;
+      static_assert(!kStagesOutput || kSteps >= kStagingParts);
+      const int part = step - (kSteps - kStagingParts);
+      if (part >= 0) stage_part(storage().q[0][warpgroup_], part, o_, factor, staged);
+    });
+    pass_turn();
+    if (staged) {
+      send_staged(tile);
+    } else {
+      release_query();
+      store_rows(params_, tile, rows, o_, factor);
+    }
+    ptx::hold_registers(o_);  // else ptxas puts more of later blocks' exponentials behind their wait for P V
   }
 
   // From `block` down to `end`.
@@ -360,11 +397,11 @@ class Consumer : ConsumerChoices {
   __device__ __forceinline__ void finish_last(bool shared) {
     if constexpr (kPairs) {
       if (shared) {
-        finish_tile<true, true>(softmax_, false);
+        finish_tile<true, true>();
         return;
       }
     }
-    finish_tile<!kSeamless>(softmax_, false);
+    finish_tile<!kSeamless>();
   }
 
   template <Block kBlock>
@@ -404,47 +441,58 @@ class Consumer : ConsumerChoices {
   // kAwaitsOutput: the last product is under way, beside all of this that does not need O. kShared: the tile's keys
   // are divided, and so are the columns of its rows.
   template <bool kAwaitsOutput = false, bool kShared = false>
-  __device__ __forceinline__ void finish_tile(Softmax& softmax, bool staged) {
+  __device__ __forceinline__ void finish_tile() {
     const PendingTile tile = mine();
     const Rows rows(tile.token, tile.q_len, params_);
     if constexpr (kE4m3P) long_sum_.finish(o_);
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) softmax.l[r] = quad_sum(softmax.l[r]);
+    sum_rows();
     if constexpr (kSplit) {
       if (tile.slot >= 0) {
         if constexpr (kAwaitsOutput) output_arrived();
-        store_part(params_, tile.slot * kTileQ + warpgroup_ * kWarpgroupRows, rows, o_, softmax);
+        store_part(params_, tile.slot * kTileQ + warpgroup_ * kWarpgroupRows, rows, o_, softmax_);
         return;
       }
     }
     if constexpr (kShared) {
       if constexpr (kAwaitsOutput) output_arrived();
-      keep_half(warpgroup_, rows, o_, softmax);
+      keep_half(warpgroup_, rows, o_, softmax_);
     }
-    float factor[kRowsPerThread], lse[kRowsPerThread];
+    float factor[kRowsPerThread];
+    conclude_rows(tile, rows, factor);
+    if constexpr (kAwaitsOutput && !kShared) output_arrived();
+    if constexpr (kSage) scale_by_channels(o_, channel_scales());
+    if constexpr (kShared) {
+      store_rows<kHeadDimV / kShares>(params_, tile, rows, o_, factor, warpgroup_ * (kHeadDimV / kShares));
+    } else {
+      store_rows(params_, tile, rows, o_, factor);
+    }
+  }
+
+  // Over the threads of a row.
+  __device__ __forceinline__ void sum_rows() {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) softmax_.l[r] = quad_sum(softmax_.l[r]);
+  }
+
+  // All that there is to do without O, which is yet to be multiplied by `factor`.
+  __device__ __forceinline__ void conclude_rows(const PendingTile& tile, const Rows& rows,
+                                                float (&factor)[kRowsPerThread]) const {
+    float lse[kRowsPerThread];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       const float* sinks = params_.attention_sinks;
       const float* sink = sinks == nullptr || !rows.valid[r] ? nullptr : sinks + tile.head + rows.head[r];
-      const RowResult result = finish_row(softmax.base(r), softmax.l[r], sink);
+      const RowResult result = finish_row(softmax_.base(r), softmax_.l[r], sink);
       factor[r] = result.factor * bmm2_scale_;
       lse[r] = result.lse;
     }
     if (!kPairs || warpgroup_ == 0) store_lse(params_, tile, rows, lse);
-    if constexpr (kAwaitsOutput && !kShared) output_arrived();
-    if (staged) {
-      stage_rows(storage().q[0][warpgroup_], o_, factor);
-      if ((threadIdx.x & 127) == 0) storage().store[warpgroup_] = {tile.q_start + tile.token, tile.head};
-      ptx::fence_proxy_async();
-      arrive(storage().store_full[warpgroup_]);
-    } else {
-      if constexpr (kSage) scale_by_channels(o_, channel_scales());
-      if constexpr (kShared) {
-        store_rows<kHeadDimV / kShares>(params_, tile, rows, o_, factor, warpgroup_ * (kHeadDimV / kShares));
-      } else {
-        store_rows(params_, tile, rows, o_, factor);
-      }
-    }
+  }
+
+  __device__ __forceinline__ void send_staged(const PendingTile& tile) const {
+    if ((threadIdx.x & 127) == 0) storage().store[warpgroup_] = {tile.q_start + tile.token, tile.head};
+    ptx::fence_proxy_async();
+    arrive(storage().store_full[warpgroup_]);
   }
 
   __device__ __forceinline__ void finish_without_keys(const Tile& shared, int first_token) {
@@ -452,7 +500,7 @@ class Consumer : ConsumerChoices {
     start_output();
     clear(o_);
     softmax_.clear();
-    finish_tile(softmax_, false);
+    finish_tile();
   }
 
   __device__ __forceinline__ void dismiss_store_warp() {

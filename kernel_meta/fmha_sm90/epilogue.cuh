@@ -74,21 +74,22 @@ __device__ __forceinline__ void store_rows(const Params& params, const PendingTi
   }
 }
 
-// The warp's 16 rows into its consumer's Q buffer, in the layout that out_map's box expects.
-__device__ __forceinline__ void stage_rows(void* buffer, const Output& o, const float (&factor)[kRowsPerThread]) {
+// Of the warp's 16 rows, 16 columns a part, into its consumer's Q buffer, in the layout that out_map's box expects.
+constexpr int kStagingParts = kHeadDimV / 16;
+
+__device__ __forceinline__ void stage_part(void* buffer, int part, const Output& o,
+                                           const float (&factor)[kRowsPerThread], bool stores) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
   const int row = warp * 16 + (lane & 15);
-  const uint32_t row_address = ptx::shared_address(buffer) + row * kRowBytes;
-#pragma unroll
-  for (int j = 0; j < kHeadDimV / 8; j += 2) {
-    const int unit = j + (lane >> 4);  // of 8 columns: one matrix of the four that a warp stores together
-    const uint32_t swizzled = ((unit & 7) ^ (row & 7)) << 4;
-    ptx::stmatrix_x4(row_address + (unit >> 3) * (kWarpgroupRows * kRowBytes) + swizzled,
-                     pack<kOutType>(o[4 * j] * factor[0], o[4 * j + 1] * factor[0]),
-                     pack<kOutType>(o[4 * j + 2] * factor[1], o[4 * j + 3] * factor[1]),
-                     pack<kOutType>(o[4 * j + 4] * factor[0], o[4 * j + 5] * factor[0]),
-                     pack<kOutType>(o[4 * j + 6] * factor[1], o[4 * j + 7] * factor[1]));
-  }
+  const int unit = 2 * part + (lane >> 4);  // of 8 columns: one matrix of the four that a warp stores together
+  const uint32_t swizzled = ((unit & 7) ^ (row & 7)) << 4;
+  const float* columns = &o[8 * part];
+  const uint32_t chunk = ptx::shared_address(buffer) + (unit >> 3) * (kWarpgroupRows * kRowBytes);
+  ptx::stmatrix_x4_if(stores, chunk + row * kRowBytes + swizzled,
+                      pack<kOutType>(columns[0] * factor[0], columns[1] * factor[0]),
+                      pack<kOutType>(columns[2] * factor[1], columns[3] * factor[1]),
+                      pack<kOutType>(columns[4] * factor[0], columns[5] * factor[0]),
+                      pack<kOutType>(columns[6] * factor[1], columns[7] * factor[1]));
 }
 
 __device__ __forceinline__ void store_lse(const Params& params, const PendingTile& tile, const Rows& rows,

@@ -71,9 +71,15 @@ class ConsumerProducts {
 
   __device__ __forceinline__ void issue_logits() { issue_logits<kTileKV>(products_.anew(s_)); }
 
-  // s = Q K^T, of the block's first kKeys.
   template <int kKeys>
   __device__ __forceinline__ void issue_logits(typename ptx::Wgmma<kQueryType, kKeys>::Accumulators& s) {
+    issue_logits<kKeys>(s, [](int) {});
+  }
+
+  // s = Q K^T, of the block's first kKeys. `between(i)` is done behind the issue of step i.
+  template <int kKeys, class Between>
+  __device__ __forceinline__ void issue_logits(typename ptx::Wgmma<kQueryType, kKeys>::Accumulators& s,
+                                               const Between& between) {
     using Product = ptx::Wgmma<kQueryType, kKeys>;
     constexpr int kStepsPerChunk = kSpanQK / kStepBytes;
     const uint64_t k = ptx::matrix_descriptor<kSpanQK>(ptx::shared_address(storage().k[k_ring_.stage]), 0);
@@ -98,6 +104,7 @@ class ConsumerProducts {
           Product::template ss<true>(s, a, b);
         }
       }
+      between(i);
     }
     ptx::wgmma_commit();
   }
@@ -227,15 +234,25 @@ class ConsumerProducts {
 
   __device__ __forceinline__ void wait_for_output() {
     ptx::wgmma_wait<0>();
-    ptx::hold_registers(o_);
-    ptx::hold_registers(p_);
-    if constexpr (kCompressesKeys) ptx::hold_registers(metadata_);
+    hold_output();
   }
 
   __device__ __forceinline__ void output_arrived() {
-    wait_for_output();
+    ptx::wgmma_wait<0>();
+    output_read();
+  }
+
+  // Behind the wait.
+  __device__ __forceinline__ void output_read() {
+    hold_output();
     arrive(storage().v_empty[v_ring_.stage]);
     v_ring_.advance();
+  }
+
+  __device__ __forceinline__ void hold_output() {
+    ptx::hold_registers(o_);
+    ptx::hold_registers(p_);
+    if constexpr (kCompressesKeys) ptx::hold_registers(metadata_);
   }
 
   // V of a block that is left out.
@@ -355,6 +372,8 @@ class ConsumerProducts {
   // Of the tile's Q.
   __device__ __forceinline__ uint32_t q_stage() const { return kStagesQ - 1 - next_q_.stage(); }
 
+  // Where Q moves to registers, behind the product that reads them: loads that are issued may be queued behind other
+  // warps' accesses for longer than the next Q takes to land, and an arrival does not wait for them.
   __device__ __forceinline__ void release_query() { arrive(storage().q_empty[q_stage()][row_group()]); }
 
   // Pairs: the other consumer has keys for it.

@@ -4,9 +4,9 @@
 // heads whose keys and values share the L2 cache; inside a group the longest rows of a causal mask first, heads
 // innermost. Split: tile by tile, its parts side by side.
 //
-// Tile i < gridDim.x belongs to block i; later ones go to whoever draws the next ticket. Pairs: if a block has two
-// tiles at most, of one sequence, nobody draws: the second ones are dealt backwards, so that the longest goes with the
-// shortest. In other kernels a sequence may have several groups of heads, each of which begins with its longest.
+// Tile i < gridDim.x belongs to block i; later ones go to whoever draws the next ticket. If a block has two tiles at
+// most, of one sequence whose heads are one group, nobody draws: the second ones are dealt backwards, so that the
+// longest goes with the shortest.
 #pragma once
 #include "common/ptx/math.cuh"
 #include "common/tickets.cuh"
@@ -71,8 +71,13 @@ class TileScheduler {
 
   // Every block must come to the same answer, hence one window only.
   __device__ __forceinline__ bool everything_is_assigned() const {
-    const int rounds = only_one_sequence() ? 2 : 1;
+    const int rounds = is_one_group() ? 2 : 1;
     return params_.batch_size <= kWindow && window_begin_ + window_tiles_ <= rounds * blocks();
+  }
+
+  __device__ __forceinline__ bool is_one_group() const {
+    if (kSplit || params_.batch_size != 1) return false;
+    return kPairs || keys_fit_the_cache(__shfl_sync(~0u, sequence_.kv_len, 0));
   }
 
   // Then every lane has the sequence: there is nothing to exchange on the way to the first tile. In other kernels a

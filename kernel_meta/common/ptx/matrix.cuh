@@ -25,6 +25,19 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t shared, uint32_t r0, uint32
                : "memory");
 }
 
+// The same where `stores`, on which the warp's threads agree.
+__device__ __forceinline__ void stmatrix_x4_if(bool stores, uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2,
+                                               uint32_t r3) {
+  asm volatile(
+      "{\n"
+      ".reg .pred stores;\n"
+      "setp.ne.b32 stores, %0, 0;\n"
+      "@stores stmatrix.sync.aligned.m8n8.x4.shared.b16 [%1], {%2, %3, %4, %5};\n"
+      "}" ::"r"(static_cast<int>(stores)),
+      "r"(shared), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+      : "memory");
+}
+
 // D[16, 8] += A[16, 32] * B[32, 8] of e4m3 or int8 elements, in the layouts of one 8-column group of a warpgroup's
 // product.
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

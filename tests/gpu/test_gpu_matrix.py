@@ -358,6 +358,32 @@ def test_runs_repeat_bit_for_bit(
 
 @pytest.mark.parametrize("types", REPEATED)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_short_tiles_behind_each_other_repeat(
+    dims: tuple[int, int], types: str, device: torch.device, workspace: torch.Tensor
+) -> None:
+    """Tiles of one key block, every other one of a single row.
+
+    Nothing is as close as the loads of a tile's Q and those of the next one's here, where one consumer stores
+    its rows and the other one has none. What is given back before it has been read shows in a launch of many.
+    """
+    problem = make_problem(
+        [129] * 32,
+        [63] * 32,
+        device=device,
+        dims=dims,
+        heads=MANY_HEADS,
+        kv_heads=MANY_HEADS,
+        types=TYPES[types],
+        is_causal=False,
+    )
+    first = call(problem, workspace)
+    assert_matches(problem, first, expect(problem))
+    for _ in range(300):
+        assert_same_bits(call(problem, workspace), first)
+
+
+@pytest.mark.parametrize("types", REPEATED)
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_a_batch_is_its_sequences(
     dims: tuple[int, int], types: str, device: torch.device, workspace: torch.Tensor
 ) -> None:

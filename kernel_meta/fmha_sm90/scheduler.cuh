@@ -77,7 +77,8 @@ class TileScheduler {
 
   __device__ __forceinline__ bool is_one_group() const {
     if (kSplit || params_.batch_size != 1) return false;
-    return kPairs || keys_fit_the_cache(__shfl_sync(~0u, sequence_.kv_len, 0));
+    if (kPairs) return true;
+    return head_groups(__shfl_sync(~0u, sequence_.q_len, 0), __shfl_sync(~0u, sequence_.kv_len, 0)) == 1;
   }
 
   // Then every lane has the sequence: there is nothing to exchange on the way to the first tile. In other kernels a
@@ -138,8 +139,8 @@ class TileScheduler {
   }
 
   __device__ __forceinline__ void choose_rows(Tile& tile, int offset, int q_blocks) const {
-    const bool fit = keys_fit_the_cache(tile.kv_len);
-    const Place place = fit ? in_one_group(offset) : in_groups(offset, q_blocks, tile.kv_len);
+    const int groups = head_groups(tile.q_len, tile.kv_len);
+    const Place place = groups == 1 ? in_one_group(offset) : in_groups(offset, q_blocks, groups);
     tile.head = place.head_tile * params_.tile_heads;
     tile.q_block = kMask == MaskType::dense ? place.row_rank : q_blocks - 1 - place.row_rank;
   }
@@ -155,10 +156,9 @@ class TileScheduler {
     return {row_rank, offset - row_rank * head_tiles_};
   }
 
-  // Head groups of `size` or size - 1 head tiles, the larger ones first.
-  __device__ __forceinline__ Place in_groups(int offset, int q_blocks, int kv_len) const {
-    const int groups = ceil_div(head_tiles_, head_tiles_per_group(kv_len));
-    int size = ceil_div(head_tiles_, groups);
+  // Groups of `size` or size - 1 head tiles, the larger ones first.
+  __device__ __forceinline__ Place in_groups(int offset, int q_blocks, int groups) const {
+    int size = ptx::divide_small(head_tiles_ - 1, groups) + 1;
     const int large_groups = head_tiles_ - (size - 1) * groups;
     int first = 0;
     if (offset >= large_groups * size * q_blocks) {
@@ -172,21 +172,18 @@ class TileScheduler {
     return {row_rank, first + group * size + offset - row_rank * size};
   }
 
-  // A group's keys and values fill at most half of the L2 cache. A dense mask has no long and short rows to balance,
-  // so there the smallest group that shares keys is best.
-  static constexpr int kBudgetBytes = 32 << 20;
-  static constexpr int kBytesPerKey = kRowBytesQK + kHeadDimV * ptx::kElementBytes<kValueType>;
-
-  __device__ __forceinline__ bool keys_fit_the_cache(int kv_len) const {
-    if constexpr (kMask == MaskType::dense) return false;
-    return static_cast<int64_t>(shared_keys(kv_len)) * kBytesPerKey * kv_heads_ <= kBudgetBytes;
-  }
-
-  __device__ __forceinline__ int head_tiles_per_group(int kv_len) const {
-    const int sharing_keys = params_.heads_per_kv_head / params_.tile_heads;
-    if constexpr (kMask == MaskType::dense) return sharing_keys;
-    const int kv_heads = kBudgetBytes / (kBytesPerKey * max(1, shared_keys(kv_len)));
-    return max(1, min(head_tiles_, kv_heads * sharing_keys));
+  // How many groups the heads of a sequence form. Keys and values of a group fill at most half of the L2 cache. Where
+  // not all fit, and rows are about equally long, there is nothing to balance: the smallest groups that share keys are
+  // best then.
+  __device__ __forceinline__ int head_groups(int q_len, int kv_len) const {
+    constexpr float kBudgetBytes = 32 << 20;
+    constexpr int kBytesPerKey = kRowBytesQK + kHeadDimV * ptx::kElementBytes<kValueType>;
+    if constexpr (kMask == MaskType::dense) return kv_heads_;
+    const float bytes = static_cast<float>(max(1, shared_keys(kv_len))) * kBytesPerKey;  // of a kv head
+    const int kv_heads = max(1, static_cast<int>(kBudgetBytes * ptx::reciprocal_approx(bytes)));
+    if (kv_heads >= kv_heads_) return 1;
+    const bool rows_are_alike = kMask == MaskType::causal && q_len < kv_len / 4;
+    return rows_are_alike ? kv_heads_ : ptx::divide_small(kv_heads_ - 1, kv_heads) + 1;
   }
 
   // Of keys, those that the rows of one head which are worked on at a time may see.

@@ -39,6 +39,11 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
+// n / d for n from 0 to 2^20: the half keeps the quotient farther from whole numbers than it can be wrong.
+__device__ __forceinline__ int divide_small(int n, int d) {
+  return static_cast<int>((static_cast<float>(n) + .5f) * reciprocal_approx(static_cast<float>(d)));
+}
+
 // Divides by a number that is known long before what it divides: a division proper takes about 150 cycles.
 //
 // n / d = (n + n * multiplier / 2^32) / 2^shift for n below 2^31, with 2^(shift - 1) < d <= 2^shift and the multiplier

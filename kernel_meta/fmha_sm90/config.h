@@ -70,6 +70,8 @@ static_assert(kHeadDimV % kChunk == 0, "rows of V are whole spans");
 // use where every block's maximum decides whether the block counts (skip.cuh).
 constexpr bool kAssumesReference = kPreparesValues && kHeadDimV <= 128 && !kSkipsSoftmax;
 
+static_assert(!kSkipsSoftmax || (!kSage && !kCompressesKeys), "its steps know neither");
+
 // Where steps are arranged for blocks that count (skip.cuh). Beside 128 accumulators of O there are no registers for
 // that; with values of 8 bits it is no faster.
 constexpr bool kExpectsToCount = kSkipsSoftmax && kHeadDimV <= 128 && !kPreparesValues;

@@ -5,6 +5,10 @@
 // there, and its rows are written beside that one's first Q K^T. Until then it is `pending`. Where tiles have 64 rows,
 // a thread block has about one, and finishes it at once.
 //
+// What is read from shared memory is given back behind an instruction that uses it. An arrival does not wait for loads
+// in flight, and these may be queued behind other warps' accesses for longer than it takes to overwrite what they read.
+// scripts/sass_check.py finds loads in flight at an arrival.
+//
 // Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs beside the other's
 // products. Where both products are of 8-bit elements, they are too short for that.
 #pragma once
@@ -185,7 +189,8 @@ class Consumer : ConsumerChoices {
     }
   }
 
-  // The first block of a tile. What is left to do for the pending tile comes first, its last P V while Q is on its way.
+  // The first block of a tile. The pending tile's last P V runs while Q is on its way, and its rows are written beside
+  // Q K^T.
   template <Block kNow, Block kBefore>
   __device__ __forceinline__ void first_step(const Mask& mask, int block, int last) {
     constexpr bool kPending = kBefore != Block::none;
@@ -229,8 +234,9 @@ class Consumer : ConsumerChoices {
     if constexpr (!kSeamless) clear_first_values();
   }
 
-  // The same while a last P V is under way. The tensor cores take products one by one, and who issues several waits:
-  // between those of Q K^T the pending tile goes to Q's buffer, from where the store warp sends it. That one takes
+  // The same behind the pending tile's last P V, which is under way. Tensor cores take the products of Q K^T one by
+  // one, and a warp that issues them waits for each but the last few. In between it writes the pending tile to Q's
+  // buffer, whose 16 rows of the warp are in its registers, and the store warp sends it from there. That one takes
   // whole tiles only: the rows behind a sequence's end are the next sequence's.
   __device__ __forceinline__ void issue_first_logits_and_finish() {
     const PendingTile tile = mine();
@@ -239,13 +245,13 @@ class Consumer : ConsumerChoices {
     sum_rows();
     conclude_rows(tile, rows, factor);
     const bool staged = shuffled(tile.token) + params_.tile_tokens <= shuffled(tile.q_len);
-    wait_for_query();
     output_arrived();
+    wait_for_query();
     if constexpr (kSkipsSoftmax) choose(true);
     take_turn();
     issue_logits<kTileKV>(products_.anew(s_), [&](int step) {
       constexpr int kSteps = kRowBytesQK / kStepBytes;
-      static_assert(!kStagesOutput || kSteps >= kStagingParts);
+      static_assert(!kStagesOutput || (kSteps >= kStagingParts && kSpanQK == kRowBytes && kStagesQ == 1));
       const int part = step - (kSteps - kStagingParts);
       if (part >= 0) stage_part(storage().q[0][warpgroup_], part, o_, factor, staged);
     });
@@ -442,6 +448,7 @@ class Consumer : ConsumerChoices {
   // are divided, and so are the columns of its rows.
   template <bool kAwaitsOutput = false, bool kShared = false>
   __device__ __forceinline__ void finish_tile() {
+    static_assert(!kAwaitsOutput || !kE4m3P, "a long sum ends with O");
     const PendingTile tile = mine();
     const Rows rows(tile.token, tile.q_len, params_);
     if constexpr (kE4m3P) long_sum_.finish(o_);

@@ -13,7 +13,7 @@
 namespace fmha {
 
 // The next tile is drawn when this many K loads of the current one are left to issue: as late as possible, but in time
-// for its Q. Blocks of 128 rows of 16-bit products take longest.
+// for its Q. Blocks of 128 rows of 16-bit products take longest. Where keys are divided, most blocks have one tile.
 constexpr int kDrawAheadBlocks = kRowGroups == 2 && !kSplit && ptx::kElementBytes<kQueryType> == 2 ? 1 : 2;
 
 // A tile's blocks, where V has to wait for the consumers' choices (skip.cuh). K is loaded as far ahead as its stages
@@ -93,7 +93,6 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params, int s
     } else {
       tile = s.tiles[slot.stage];
     }
-    if (leader) ptx::mbarrier_arrive(s.tile_empty[slot.stage]);
     if (tile.work == 0) return;
 
     const int tokens = tile_tokens(params);
@@ -129,21 +128,21 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params, int s
 
     const int count = blocks.end - blocks.begin;
     if (leader && count <= kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
-    if (count == 0) continue;
     if constexpr (kSkipsSoftmax) {
-      load_on_demand(blocks, first_number, v_ring, load_k, load_v);
+      if (count > 0) load_on_demand(blocks, first_number, v_ring, load_k, load_v);
       first_number += count;
-      continue;
+    } else if (count > 0) {
+      load_k(blocks.end - 1);
+      // Where tiles have 64 rows, the first V is looked at while the first logits are made.
+      if constexpr (!kSeamless) load_v(blocks.end - 1);
+      for (int block = blocks.end - 2; block >= blocks.begin; --block) {
+        if (leader && block - blocks.begin + 1 == kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
+        load_k(block);
+        if (kSeamless || block + 1 < blocks.end - 1) load_v(block + 1);
+      }
+      if (kSeamless || count > 1) load_v(blocks.begin);
     }
-    load_k(blocks.end - 1);
-    // Where tiles have 64 rows, the first V is looked at while the first logits are made.
-    if constexpr (!kSeamless) load_v(blocks.end - 1);
-    for (int block = blocks.end - 2; block >= blocks.begin; --block) {
-      if (leader && block - blocks.begin + 1 == kDrawAheadBlocks) ptx::mbarrier_arrive(s.near_end);
-      load_k(block);
-      if (kSeamless || block + 1 < blocks.end - 1) load_v(block + 1);
-    }
-    if (kSeamless || count > 1) load_v(blocks.begin);
+    if (leader) ptx::mbarrier_arrive(s.tile_empty[slot.stage]);
   }
 }
 

@@ -201,7 +201,7 @@ class ConsumerProducts {
     for (int i = 0; i < kTileKV / kGroup; ++i) group_scales_[i] = storage().k_scales[k_ring_.stage][i];
   }
 
-  // Behind the wait for Q K^T, and before its stage is given back.
+  // Behind the wait for Q K^T, and before K's stage is given back.
   __device__ __forceinline__ void complete_logits() { completed_logits([] {}); }
 
   // What `use` does with them is scheduled together with what makes them.
@@ -372,8 +372,7 @@ class ConsumerProducts {
   // Of the tile's Q.
   __device__ __forceinline__ uint32_t q_stage() const { return kStagesQ - 1 - next_q_.stage(); }
 
-  // Where Q moves to registers, behind the product that reads them: loads that are issued may be queued behind other
-  // warps' accesses for longer than the next Q takes to land, and an arrival does not wait for them.
+  // Where Q moves to registers, to be called behind the product that reads these.
   __device__ __forceinline__ void release_query() { arrive(storage().q_empty[q_stage()][row_group()]); }
 
   // Pairs: the other consumer has keys for it.

@@ -6,7 +6,7 @@
 //
 // Tile i < gridDim.x belongs to block i; later ones go to whoever draws the next ticket. If a block has two tiles at
 // most, of one sequence whose heads are one group, nobody draws: the second ones are dealt backwards, so that the
-// longest goes with the shortest.
+// longest goes with the shortest. Pairs are for few heads, and take these for one group.
 #pragma once
 #include "common/ptx/math.cuh"
 #include "common/tickets.cuh"
@@ -81,8 +81,8 @@ class TileScheduler {
     return head_groups(__shfl_sync(~0u, sequence_.q_len, 0), __shfl_sync(~0u, sequence_.kv_len, 0)) == 1;
   }
 
-  // Then every lane has the sequence: there is nothing to exchange on the way to the first tile. In other kernels a
-  // block has many tiles, and that way does not count.
+  // Then every lane has the sequence: there is nothing to exchange on the way to the first tile. In other kernels, for
+  // longer work, that way does not count.
   __device__ __forceinline__ bool only_one_sequence() const { return kPairs && params_.batch_size == 1; }
 
   __device__ __forceinline__ void load_window(int lane) {

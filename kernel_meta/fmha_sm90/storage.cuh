@@ -47,7 +47,7 @@ constexpr int kValueWarps = 2;  // prepare it
 using Values = std::conditional_t<kTransposesValues, uint8_t[kTileKV / kStepKeys][kHeadDimV][kStepBytes],
                                   uint16_t[kChunksV][kTileKV][kChunk]>;
 
-// Where Q stays in shared memory until a tile's last Q K^T, the next tile's lands beside it.
+// Where P has 8 bits, Q stays in shared memory until a tile's last Q K^T, and there is room for the next one beside it.
 constexpr int kStagesQ = kE4m3P ? 2 : 1;
 
 constexpr int kStagesScales = kSage ? kStagesK : 0;  // they travel with K

@@ -1,8 +1,13 @@
-"""Finds local-memory traffic (spills, indexed local arrays) in the main loops of disassembled kernels.
+"""Finds two things in disassembled kernels that ptxas does not report.
 
-ptxas reports spills of a whole kernel; those of a prologue cost nothing, those of a loop that feeds the
-matrix unit cost everything. So the check works on the machine code: a main loop is an innermost loop that
-holds warpgroup matrix instructions (HGMMA, QGMMA, IGMMA), and no load or store of local memory may be in it.
+Local memory (spills, indexed local arrays) in a main loop. ptxas reports spills of a whole kernel; those of a
+prologue cost nothing, those of a loop that feeds the matrix unit cost everything. A main loop is an innermost
+loop that holds warpgroup matrix instructions (HGMMA, QGMMA, IGMMA), and no load or store of local memory may
+be in it.
+
+Matrices on their way to registers (LDSM) at an arrival. A warp that arrives at an mbarrier gives back what it
+has read, but the arrival does not wait for loads in flight: these may come after what overwrites them. An
+instruction that waits for a load says so in its control bits.
 
     python scripts/sass_check.py FILE.cubin...      exits 1 and lists them if there are any
 """
@@ -21,19 +26,26 @@ from toolchain import INSTALL, find_toolchain
 _FUNCTION = re.compile(r"^\.text\.(\S+):$")
 _LABEL = re.compile(r"^(\.L_\w+):$")
 _INSTRUCTION = re.compile(r"^/\*([0-9a-f]+)\*/\s+((?:@!?U?P\w+\s+)?)([A-Z0-9_.]+)\s*(.*?)\s*;")
+_ENCODING = re.compile(r"/\* 0x([0-9a-f]{16}) \*/$")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _MATRIX = re.compile(r"[A-Z]GMMA\b")
 _LOCAL = re.compile(r"(LDL|STL)\b")
+_MATRIX_LOAD = "LDSM"
+_ARRIVAL = "SYNCS.ARRIVE"
 _STOPS = ("EXIT", "RET", "BRX", "JMX", "KILL")
 
 
 class Instruction(NamedTuple):
-    """One machine instruction; `offset` in hexadecimal, as the disassembler prints it."""
+    """One machine instruction; `offset` in hexadecimal, as the disassembler prints it.
+
+    `control` are the upper bits of its encoding, if that was printed.
+    """
 
     offset: str
     predicate: str
     opcode: str
     operands: str
+    control: int | None = None
 
     def __str__(self) -> str:
         return f"/*{self.offset}*/ {self.predicate}{self.opcode} {self.operands}"
@@ -43,6 +55,16 @@ class Instruction(NamedTuple):
         """Label that a branch goes to."""
         match = _TARGET.search(self.operands) if self.opcode.startswith(("BRA", "JMP")) else None
         return match[1] if match else None
+
+    @property
+    def scoreboard(self) -> int | None:
+        """The one of six that tells that the instruction's result is there."""
+        number = (self.control or 0) >> 5 & 7
+        return number if self.control is not None and number < 6 else None
+
+    def waits_for(self, scoreboard: int) -> bool:
+        """Whether it is issued only when all results are there that this one tells of."""
+        return bool((self.control or 0) >> 11 >> scoreboard & 1)
 
     @property
     def falls_through(self) -> bool:
@@ -70,7 +92,7 @@ class Function(NamedTuple):
 
 
 def parse(sass: str) -> Iterator[Function]:
-    """The functions in what `nvdisasm -c` prints."""
+    """The functions in what `nvdisasm -c` prints; with `-hex`, it prints encodings, too, 64 bits a line."""
     function: Function | None = None
     for line in map(str.strip, sass.splitlines()):
         if match := _FUNCTION.match(line):
@@ -81,6 +103,9 @@ def parse(sass: str) -> Iterator[Function]:
             function.labels[match[1]] = len(function.instructions)
         elif function and (match := _INSTRUCTION.match(line)):
             function.instructions.append(Instruction(*match.groups()))
+        elif function and function.instructions and (match := _ENCODING.match(line)):
+            upper = int(match[1], 16)
+            function.instructions[-1] = function.instructions[-1]._replace(control=upper >> 41)
     if function:
         yield function
 
@@ -93,10 +118,7 @@ def main_loops(function: Function) -> list[set[int]]:
 
 
 def check(sass: str) -> list[str]:
-    """One line for each thing that is wrong: local memory in a main loop, or no main loop where one must be.
-
-    The second kind keeps a disassembly that is not understood from passing as clean.
-    """
+    """One line for each thing that is wrong, in the code or with what was understood of it."""
     functions = list(parse(sass))
     if not functions:
         return ["no function found in the disassembly"]
@@ -104,6 +126,10 @@ def check(sass: str) -> list[str]:
 
 
 def _check_function(function: Function) -> list[str]:
+    return [*_local_memory(function), *_matrices_in_flight(function)]
+
+
+def _local_memory(function: Function) -> list[str]:
     loops = main_loops(function)
     if not loops and any(_MATRIX.match(x.opcode) for x in function.instructions):
         return [f"{function.name}: no loop found around its matrix instructions"]
@@ -114,9 +140,45 @@ def _check_function(function: Function) -> list[str]:
     ]
 
 
+def _matrices_in_flight(function: Function) -> list[str]:
+    """Loads that may not have come when an arrival is issued, by any path."""
+    loads = [i for i, x in enumerate(function.instructions) if x.opcode.startswith(_MATRIX_LOAD)]
+    if any(function.instructions[i].control is None for i in loads):
+        return [f"{function.name}: no control bits found in the disassembly"]
+    return [
+        f"{function.name}: matrix in flight at an arrival: {function.instructions[load]}, then "
+        f"{function.instructions[arrival]}"
+        for load in loads
+        for arrival in _arrivals_before_its_end(function, load)
+    ]
+
+
+def _arrivals_before_its_end(function: Function, load: int) -> list[int]:
+    """Arrivals that are reached from a load before anything waits for it.
+
+    Loads come in order, and of several in a row only the last one may have a scoreboard.
+    """
+    found, seen = set(), set()
+    pending = [(load, None)]
+    while pending:
+        index, scoreboard = pending.pop()
+        instruction = function.instructions[index]
+        if scoreboard is not None and instruction.waits_for(scoreboard):
+            continue
+        if instruction.opcode.startswith(_ARRIVAL):
+            found.add(index)
+        if scoreboard is None and instruction.opcode.startswith(_MATRIX_LOAD):
+            scoreboard = instruction.scoreboard
+        following = {(i, scoreboard) for i in function.successors(index)} - seen
+        seen |= following
+        pending += following
+    return sorted(found)
+
+
 def disassemble(cubin: Path, nvdisasm: Path) -> str:
     """Machine code of a cubin as text."""
-    return subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    command = [nvdisasm, "-hex", "-c", cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _loops(function: Function) -> dict[int, set[int]]:
@@ -169,7 +231,7 @@ def main(paths: list[str]) -> int:
     if nvdisasm is None:
         sys.exit(f"no nvdisasm found; install it with: {INSTALL}")
     findings = [line for path in paths for line in check(disassemble(Path(path), nvdisasm))]
-    print("\n".join(findings) if findings else f"files: {len(paths)}, no local memory in a main loop")
+    print("\n".join(findings) if findings else f"files: {len(paths)}, nothing found")
     return 1 if findings else 0
 
 

@@ -1,4 +1,5 @@
-"""The check for spills in main loops, on a disassembly with a tile loop around a kv loop.
+"""The checks of machine code: spills in main loops, on a disassembly with a tile loop around a kv loop, and
+matrices on their way at an arrival.
 
 In tests/data/main_loop.sass the kv loop is 0040 to 00a0; its slow barrier wait was moved behind the end of
 the function (00f0) and branches back into the middle of the loop; 0030 and 00b0 are in the tile loop only.
@@ -69,3 +70,65 @@ def test_what_is_not_understood_does_not_pass() -> None:
 
 def test_a_kernel_without_matrix_instructions_has_no_main_loop() -> None:
     assert check(SASS.replace("HGMMA", "FFMA")) == []
+
+
+LOAD = "LDSM.16.M88.4 R184, [R0]"
+ARRIVAL = "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR18+0x10], RZ"
+
+
+def assembled(*code: tuple[str, int, int] | str) -> str:
+    """What `nvdisasm -hex` prints for labels and (instruction, scoreboard or 7, mask of those waited for)."""
+    lines = [".text.attention:"]
+    for number, line in enumerate(code):
+        if isinstance(line, str):
+            lines.append(f"{line}:")
+            continue
+        instruction, scoreboard, waits = line
+        control = scoreboard << 5 | waits << 11
+        lines.append(f"/*{16 * number:04x}*/ {instruction} ; /* 0x{0:016x} */")
+        lines.append(f"/* 0x{control << 41:016x} */")
+    return "\n".join([*lines, "/*f000*/ EXIT ; /* 0x000000000000794d */", "/* 0x000fea0003800000 */"])
+
+
+def test_control_bits_belong_to_the_instruction_before() -> None:
+    function = attention(assembled((LOAD, 3, 0b100001), ("NOP", 7, 0)))
+    load, nothing, end = function.instructions
+    assert (load.scoreboard, nothing.scoreboard, end.scoreboard) == (3, None, None)
+    assert [load.waits_for(i) for i in range(6)] == [True, False, False, False, False, True]
+
+
+def test_a_matrix_in_flight_at_an_arrival_is_found() -> None:
+    sass = assembled((LOAD, 1, 0), ("NOP", 7, 0b000101), (ARRIVAL, 7, 0))
+    assert check(sass) == [
+        f"attention: matrix in flight at an arrival: /*0000*/ {LOAD}, then /*0020*/ {ARRIVAL}"
+    ]
+
+
+@pytest.mark.parametrize("waiting", [1, 2])
+def test_a_matrix_that_something_waited_for_may_be_given_back(waiting: int) -> None:
+    """An instruction that uses it, or the arrival itself."""
+    waits = [0b10 if i == waiting else 0 for i in range(3)]
+    assert check(assembled((LOAD, 1, 0), ("LOP3.LUT R184, R184", 7, waits[1]), (ARRIVAL, 7, waits[2]))) == []
+
+
+@pytest.mark.parametrize(("waits", "findings"), [(0b10, 0), (0b01, 2)])
+def test_loads_in_a_row_share_the_last_ones_scoreboard(waits: int, findings: int) -> None:
+    code = [(LOAD, 7, 0), (LOAD, 1, 0), ("FADD R1, R184, R1", 7, waits), (ARRIVAL, 7, 0)]
+    assert len(check(assembled(*code))) == findings
+
+
+def test_every_path_to_the_arrival_counts() -> None:
+    code = [
+        (LOAD, 1, 0),
+        ("@P2 BRA `(.L_x_1)", 7, 0),
+        ("FADD R1, R184, R1", 7, 0b10),
+        ".L_x_1",
+        (ARRIVAL, 7, 0),
+    ]
+    assert len(check(assembled(*code))) == 1
+    assert check(assembled(code[0], *code[2:])) == []
+
+
+def test_matrices_without_control_bits_do_not_pass() -> None:
+    bare = "\n".join([".text.attention:", f"/*0000*/ {LOAD} ;", f"/*0010*/ {ARRIVAL} ;", "/*0020*/ EXIT ;"])
+    assert check(bare) == ["attention: no control bits found in the disassembly"]

@@ -100,7 +100,8 @@ class Consumer : ConsumerChoices {
     --block;
     later_steps<Block::masked>(mask, block, max(full_end, last), last, values_end);
     if constexpr (kMovesBySums) {
-      if (kSage && one_scale_per_group(params_)) {
+      // one_scale_per_group in other words: else ptxas keeps its answer from the loop before, in local memory.
+      if (kSage && params_.sage.block_k_log2 >= kGroupLog2) {
         for (; block >= full_begin; --block) step_by_sums<true>(block, last, values_end);
       } else {
         for (; block >= full_begin; --block) step_by_sums<false>(block, last, values_end);

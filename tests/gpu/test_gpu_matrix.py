@@ -363,8 +363,8 @@ def test_short_tiles_behind_each_other_repeat(
 ) -> None:
     """Tiles of one key block, every other one of a single row.
 
-    Nothing is as close as the loads of a tile's Q and those of the next one's here, where one consumer stores
-    its rows and the other one has none. What is given back before it has been read shows in a launch of many.
+    Here the next tile's Q lands soonest after a tile's own was read, while one consumer stores rows and the
+    other one has none: what is given back before it has been read shows in a few launches of a hundred.
     """
     problem = make_problem(
         [129] * 32,

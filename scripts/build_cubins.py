@@ -324,7 +324,7 @@ def build_all(
     """Builds rows in parallel; raises BuildError with every failure, after all have been tried."""
     folder.mkdir(parents=True, exist_ok=True)
     if toolchain.nvdisasm is None:
-        print("no nvdisasm found: main loops are not checked for spills", file=sys.stderr)
+        print("no nvdisasm found: machine code is not checked", file=sys.stderr)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(build, row, toolchain, folder, root) for row in rows]
     failures = [str(f.exception()) for f in futures if isinstance(f.exception(), _FAILURES)]

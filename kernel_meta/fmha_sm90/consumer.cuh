@@ -7,7 +7,7 @@
 //
 // What is read from shared memory is given back behind an instruction that uses it. An arrival does not wait for loads
 // in flight, and these may be queued behind other warps' accesses for longer than it takes to overwrite what they read.
-// scripts/sass_check.py finds loads in flight at an arrival.
+// scripts/sass_check.py finds loads of matrices in flight at an arrival.
 //
 // Two warpgroups take turns in issuing products (named barriers), so that one's softmax runs beside the other's
 // products. Where both products are of 8-bit elements, they are too short for that.
@@ -201,8 +201,7 @@ class Consumer : ConsumerChoices {
     } else {
       issue_first_logits();
       if constexpr (kPending) {
-        ptx::wgmma_wait<1>();
-        output_read();
+        output_arrived<1>();
         finish_tile();
       } else if (kSkipsSoftmax && pending_) {
         pass_values();

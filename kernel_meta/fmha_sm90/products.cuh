@@ -232,27 +232,20 @@ class ConsumerProducts {
     if (!kQInRegisters && last_of_tile) release_query();
   }
 
+  // kYounger: products issued behind P V, which go on.
+  template <int kYounger = 0>
   __device__ __forceinline__ void wait_for_output() {
-    ptx::wgmma_wait<0>();
-    hold_output();
-  }
-
-  __device__ __forceinline__ void output_arrived() {
-    ptx::wgmma_wait<0>();
-    output_read();
-  }
-
-  // Behind the wait.
-  __device__ __forceinline__ void output_read() {
-    hold_output();
-    arrive(storage().v_empty[v_ring_.stage]);
-    v_ring_.advance();
-  }
-
-  __device__ __forceinline__ void hold_output() {
+    ptx::wgmma_wait<kYounger>();
     ptx::hold_registers(o_);
     ptx::hold_registers(p_);
     if constexpr (kCompressesKeys) ptx::hold_registers(metadata_);
+  }
+
+  template <int kYounger = 0>
+  __device__ __forceinline__ void output_arrived() {
+    wait_for_output<kYounger>();
+    arrive(storage().v_empty[v_ring_.stage]);
+    v_ring_.advance();
   }
 
   // V of a block that is left out.

@@ -220,7 +220,8 @@ class _Combine:
         row = kernel.row
         step = load_step(find_step(FAMILY, "combine", kernel.device.capability), kernel.device.ordinal)
         _check_abi(step, COMBINE_ABI, _COMBINE.size)
-        self._plan = LaunchPlan(step, (tiling.slots, _COMBINE_SLICES, 1))
+        at_once = min(tiling.slots, kernel.device.sm_count)  # the device holds no more blocks of all slices
+        self._plan = LaunchPlan(step, (at_once, _COMBINE_SLICES, 1))
         self._areas = tuple(layout.offset(name) for name in ("parts", "count", "sums", "statistics"))
         self._strides = strides
         self._shape = _COMBINE_SHAPE.pack(

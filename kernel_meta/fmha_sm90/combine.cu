@@ -1,8 +1,9 @@
 // Combines the parts of divided tiles: out = bmm2_scale * sum of 2^(m_p - m) sums_p / sum of 2^(m_p - m) l_p.
 //
-// kSlices blocks per slot. Of a tile, the warps of all of its parts' blocks share the rows that exist, and the columns
-// of a row where rows are fewer; the lanes that a warp's columns leave share the parts. The order of every sum is fixed
-// by the numbers of parts and rows, so results repeat bit for bit.
+// kSlices blocks per slot; where there are more slots than these blocks can stand for, each takes several in turn. Of a
+// tile, the warps of all of its parts' blocks share the rows that exist, and the columns of a row where rows are fewer;
+// the lanes that a warp's columns leave share the parts. The order of every sum is fixed by the numbers of parts and
+// rows, so results repeat bit for bit.
 #include "common/ptx/grid.cuh"
 #include "parts.h"
 #include "row_result.cuh"
@@ -32,8 +33,9 @@ constexpr int kWarps = 8;
 constexpr int kSlices = 4;
 constexpr int kInFlight = 4;  // parts that a lane loads at a time
 constexpr int kLaneColumns = 4;
-constexpr int kLeastLanes = 4;  // of a part: they read 64 bytes together
-constexpr int kPacked = 64;     // rows of one consumer warpgroup
+constexpr int kMostLanesLog2 = 5;   // that read a part together
+constexpr int kLeastLanesLog2 = 2;  // 64 bytes of it
+constexpr int kPacked = 64;         // rows of one consumer warpgroup
 
 // What a lane has added up of its columns of a row.
 struct Sum {
@@ -118,16 +120,17 @@ __device__ __forceinline__ void store(const CombineParams& params, const Part& t
   }
 }
 
-// `lanes` groups of columns from `first_group` on, of one of the rows that exist: token by token, heads innermost.
+// 1 << lanes_log2 groups of columns from `first_group` on, of one of the rows that exist: token by token, heads
+// innermost.
 __device__ __forceinline__ void combine(const CombineParams& params, const Part& tile, int row, int first_group,
-                                        int lanes, float bmm2_scale) {
-  const int lane = threadIdx.x & 31;
+                                        int lanes_log2, float bmm2_scale) {
+  const int lane = threadIdx.x & 31, lanes = 1 << lanes_log2;
   const int group = first_group + (lane & (lanes - 1));
-  const int token = row / params.tile_heads, head = row - token * params.tile_heads;
+  const int token = ptx::divide_small(row, params.tile_heads), head = row - token * params.tile_heads;
   const int of_second = token >= params.tile_tokens;  // warpgroup
   const int packed = (kPacked - params.tile_tokens) * of_second + head * params.tile_tokens + token;
 
-  Sum sum = add_parts(params, tile, packed, group, lane / lanes, 32 / lanes);
+  Sum sum = add_parts(params, tile, packed, group, lane >> lanes_log2, 32 >> lanes_log2);
   add_lanes(sum, lanes);
   if (lane < lanes) store(params, tile, token, tile.head + head, group, sum, bmm2_scale);
 }
@@ -137,12 +140,12 @@ __device__ __forceinline__ void combine(const CombineParams& params, const Part&
                                         float bmm2_scale) {
   const int rows = min(tile.tokens, params.tile_rows / kPacked * params.tile_tokens) * params.tile_heads;
   const int groups = params.head_dim_v / kLaneColumns;  // of columns
-  int lanes = 32;
-  while (lanes > kLeastLanes && rows * (groups / lanes) * 2 <= warps) lanes /= 2;
-  const int slices = groups / lanes;
+  int lanes_log2 = kMostLanesLog2;
+  while (lanes_log2 > kLeastLanesLog2 && rows * (groups >> lanes_log2) * 2 <= warps) --lanes_log2;
+  const int slices = groups >> lanes_log2;
   for (int share = warp; share < rows * slices; share += warps) {
-    const int row = share / slices;
-    combine(params, tile, row, (share - row * slices) * lanes, lanes, bmm2_scale);
+    const int row = ptx::divide_small(share, slices);
+    combine(params, tile, row, (share - row * slices) << lanes_log2, lanes_log2, bmm2_scale);
   }
 }
 
@@ -157,10 +160,14 @@ extern "C" __global__ void __launch_bounds__(32 * fmha::kWarps, 4)
   // The attention kernel lets this one start before it has itself waited for what comes before it: until then, no
   // memory may be read, lengths and scales included.
   ptx::grid_dependency_wait();
-  // Both loads at once: behind the last part there is memory, too.
-  const Part tile = params.divided.parts[blockIdx.x];
-  if (blockIdx.x >= *params.divided.count) return;
   const float bmm2_scale = params.bmm2_scale_pointer ? *params.bmm2_scale_pointer : params.bmm2_scale;
-  const int slice = tile.part * kSlices + blockIdx.y;
-  combine(params, tile, slice * kWarps + (threadIdx.x >> 5), tile.parts * kSlices * kWarps, bmm2_scale);
+  const int count = *params.divided.count;
+  for (int slot = blockIdx.x;; slot += gridDim.x) {
+    // Behind the last part there is memory, too. One condition of both, so that neither load waits for the other: where
+    // there is a part, its tile has some.
+    const Part tile = params.divided.parts[slot];
+    if ((slot >= count) | (tile.parts == 0)) return;
+    const int slice = tile.part * kSlices + blockIdx.y;
+    combine(params, tile, slice * kWarps + (threadIdx.x >> 5), tile.parts * kSlices * kWarps, bmm2_scale);
+  }
 }

@@ -1,9 +1,21 @@
 // How the split scheduler divides the keys of sequences into parts, from the lengths on the device.
 #pragma once
+#include "common/ptx/math.cuh"
+#include "row_result.cuh"
 #include "sequences.cuh"
 #include "tile.cuh"
 
 namespace fmha {
+
+// n / d, rounded up, of whole numbers. Never too low, since keys would be lost then, or slots be missing: a guess that
+// is a little above, and one less where that is enough. Exact for quotients up to 2^20.
+__device__ __forceinline__ float divide_up(float n, float d) {
+  constexpr float kAbove = 1.f + 0x1p-21f;
+  const float guess = ceilf(n * kAbove * ptx::reciprocal_approx(d));
+  return fmaf(guess - 1.f, d, -n) >= 0.f ? guess - 1.f : guess;
+}
+
+__device__ __forceinline__ int key_blocks(const Sequence& sequence) { return ceil_div(sequence.kv_len, kTileKV); }
 
 // Equal parts of at most `most` blocks.
 struct Division {
@@ -11,37 +23,44 @@ struct Division {
   int blocks_per_part = 0;
 
   Division() = default;
-  __device__ __forceinline__ Division(int blocks, int most) : blocks_per_part(blocks) {
-    if (blocks <= most) return;
-    blocks_per_part = ceil_div(blocks, ceil_div(blocks, most));
-    parts = ceil_div(blocks, blocks_per_part);
+  __device__ __forceinline__ Division(int blocks, float most) : blocks_per_part(blocks) {
+    const float n = __int2float_ru(blocks);
+    if (n <= most) return;
+    const float longest = divide_up(n, divide_up(n, most));
+    blocks_per_part = static_cast<int>(longest);
+    parts = static_cast<int>(divide_up(n, longest));
   }
 };
 
-// The longest part, such that every block of the grid gets about one part. All lanes of the warp take part.
+// The longest part, such that every block of the grid gets about one part. All lanes of the warp take part. `sequence`
+// is the lane's of the first 32, in any order; where there is only one, every lane has it.
 //
 // At least 1 / gridDim.x of all key blocks, so the slots are enough: n tiles are longer than a part, hence n is below
 // gridDim.x, and rounding up gives each at most one part more than its share of gridDim.x parts.
-__device__ __forceinline__ int blocks_per_part(const Params& params, int head_tiles) {
-  constexpr int kUndivided = 0x7fffffff;
-  if (params.least_blocks_per_part == 0) return kUndivided;
+__device__ __forceinline__ float blocks_per_part(const Params& params, const Sequence& sequence, int head_tiles,
+                                                 const ptx::Divisor& tokens) {
+  if (params.least_blocks_per_part == 0) return kInfinity;
   float tiles = 0.f, blocks = 0.f;
-  for (int sequence = threadIdx.x & 31; sequence < params.batch_size; sequence += 32) {
-    const Sequence s = load_sequence(params, sequence);
-    const float its_tiles = static_cast<float>(ceil_div(s.q_len, tile_tokens(params)) * head_tiles);
+  auto count = [&](const Sequence& s) {
+    const float its_tiles = static_cast<float>(tokens.divide_up(s.q_len) * head_tiles);
     tiles += its_tiles;
-    blocks = __fmaf_ru(its_tiles, static_cast<float>(ceil_div(s.kv_len, kTileKV)), blocks);
-  }
+    blocks = __fmaf_ru(its_tiles, __int2float_ru(key_blocks(s)), blocks);
+  };
+  count(sequence);
+  if (params.batch_size > 1) {
+#pragma unroll 1
+    for (int n = 32 + (threadIdx.x & 31); n < params.batch_size; n += 32) count(load_sequence(params, n));
 #pragma unroll
-  for (int distance = 16; distance > 0; distance >>= 1) {
-    tiles += __shfl_xor_sync(~0u, tiles, distance);
-    blocks = __fadd_ru(blocks, __shfl_xor_sync(~0u, blocks, distance));
+    for (int distance = 16; distance > 0; distance >>= 1) {
+      tiles += __shfl_xor_sync(~0u, tiles, distance);
+      blocks = __fadd_ru(blocks, __shfl_xor_sync(~0u, blocks, distance));
+    }
   }
   // Few tiles: parts are whole, so each tile may get one more than its share, which must fit, too. Many tiles: two
   // halves of a tile would follow each other in one block, so only those far longer than the average are divided.
   const float grid = static_cast<float>(gridDim.x);
-  const float room = 2.f * tiles <= grid ? grid - tiles : grid / 1.5f;
-  return max(params.least_blocks_per_part, static_cast<int>(ceilf(__fdiv_ru(blocks, room))));
+  const float room = 2.f * tiles <= grid ? grid - tiles : grid * (2.f / 3.f);
+  return fmaxf(static_cast<float>(params.least_blocks_per_part), divide_up(blocks, room));
 }
 
 }  // namespace fmha

@@ -5,7 +5,7 @@
 namespace fmha {
 
 // One part of one tile, as its block found it.
-struct Part {
+struct alignas(16) Part {
   int32_t first_row;   // of the tile's first token in the query tensor
   int32_t tokens;      // of the sequence, from that one on
   int32_t head;        // the tile's first

@@ -97,7 +97,9 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params, int s
 
     const int tokens = tile_tokens(params);
     const BlockRange blocks = share_of(block_range(tile, tile.q_block * tokens, tokens, params), share);
-    const int kv_head = tile.head / params.heads_per_kv_head;
+    // The quick way, where the first keys are waited for. Pairs were slower with it (NOTES.md).
+    const int kv_head =
+        kSplit ? ptx::divide_small(tile.head, params.heads_per_kv_head) : tile.head / params.heads_per_kv_head;
     auto load = [&](auto& stages, const ptx::TensorMap& map, auto& full, auto& empty, auto& ring, int block) {
       ptx::mbarrier_wait(empty[ring.stage], ring.parity ^ 1);
       if (leader) {
@@ -184,8 +186,8 @@ __device__ __forceinline__ void schedule_and_load_queries(const Params& params) 
     if (leader) {
       ptx::mbarrier_wait(s.tile_empty[slot.stage], slot.parity ^ 1);
       s.tiles[slot.stage] = tile;
-      if constexpr (kSplit) describe_part(params, tile);
       ptx::mbarrier_arrive(s.tile_full[slot.stage]);
+      if constexpr (kSplit) describe_part(params, tile);
     }
     if (tile.work == 0) break;
     if (leader) {

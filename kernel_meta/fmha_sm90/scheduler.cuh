@@ -38,7 +38,6 @@ class TileScheduler {
       window_first_slot_ += window_slots_;
       first_sequence_ += kWindow;
       window_tiles_ = window_slots_ = 0;
-      if (kSplit && first_sequence_ == 0) blocks_per_part_ = blocks_per_part(params_, head_tiles_);
       if (first_sequence_ >= params_.batch_size) return Tile{};
       load_window(lane);
     }
@@ -81,40 +80,56 @@ class TileScheduler {
     return head_groups(__shfl_sync(~0u, sequence_.q_len, 0), __shfl_sync(~0u, sequence_.kv_len, 0)) == 1;
   }
 
-  // Then every lane has the sequence: there is nothing to exchange on the way to the first tile. In other kernels, for
-  // longer work, that way does not count.
-  __device__ __forceinline__ bool only_one_sequence() const { return kPairs && params_.batch_size == 1; }
+  // Then every lane has the sequence: there is nothing to exchange on the way to the first tile. In kernels for longer
+  // work that way does not count.
+  __device__ __forceinline__ bool only_one_sequence() const { return kLeavesRows && params_.batch_size == 1; }
 
   __device__ __forceinline__ void load_window(int lane) {
     if (only_one_sequence()) {
       sequence_ = load_sequence(params_, 0);
-      q_blocks_ = tokens_.divide_up(sequence_.q_len);
-      window_tiles_ = q_blocks_ * head_tiles_;
+      divide_sequence();
+      window_tiles_ = tiles_of_sequence();
+      if constexpr (kSplit) window_slots_ = slots_of_sequence();
       return;
     }
     sequence_ = load_sequence(params_, first_sequence_ + lane);
     // With more sequences than this, sorting costs more than an even end gains.
     if (params_.batch_size <= kWindow) sort_by_keys(sequence_, params_.batch_size);
-    q_blocks_ = tokens_.divide_up(sequence_.q_len);
-    division_ = kSplit ? Division(ceil_div(sequence_.kv_len, kTileKV), blocks_per_part_) : Division();
-    const int tiles = q_blocks_ * head_tiles_ * division_.parts;
+    divide_sequence();
+    const int tiles = tiles_of_sequence();
     tiles_through_lane_ = sum_through_lane(tiles);
     window_tiles_ = __shfl_sync(~0u, tiles_through_lane_, 31);
     if constexpr (kSplit) {
-      slots_through_lane_ = sum_through_lane(division_.parts > 1 ? tiles : 0);
+      slots_through_lane_ = sum_through_lane(slots_of_sequence());
       window_slots_ = __shfl_sync(~0u, slots_through_lane_, 31);
     }
   }
 
+  __device__ __forceinline__ void divide_sequence() {
+    q_blocks_ = tokens_.divide_up(sequence_.q_len);
+    if constexpr (kSplit) {
+      if (first_sequence_ == 0) most_blocks_ = blocks_per_part(params_, sequence_, head_tiles_, tokens_);
+      division_ = Division(key_blocks(sequence_), most_blocks_);
+    }
+  }
+
+  __device__ __forceinline__ int tiles_of_sequence() const { return q_blocks_ * head_tiles_ * division_.parts; }
+  __device__ __forceinline__ int slots_of_sequence() const { return division_.parts > 1 ? tiles_of_sequence() : 0; }
+
   __device__ __forceinline__ Tile decode(int offset) const {
     Sequence sequence = sequence_;
-    int q_blocks = q_blocks_, parts = 1, lane = 0;
+    Division division = division_;
+    int q_blocks = q_blocks_, first_slot = window_first_slot_;
     if (!only_one_sequence()) {
-      lane = __ffs(__ballot_sync(~0u, tiles_through_lane_ > offset)) - 1;
+      const int lane = __ffs(__ballot_sync(~0u, tiles_through_lane_ > offset)) - 1;
       q_blocks = __shfl_sync(~0u, q_blocks_, lane);
-      parts = __shfl_sync(~0u, division_.parts, lane);
-      offset -= __shfl_sync(~0u, tiles_through_lane_, lane) - q_blocks * head_tiles_ * parts;
+      division.parts = __shfl_sync(~0u, division_.parts, lane);
+      offset -= __shfl_sync(~0u, tiles_through_lane_, lane) - q_blocks * head_tiles_ * division.parts;
       sequence = of_lane(sequence_, lane);
+      if constexpr (kSplit) {
+        division.blocks_per_part = __shfl_sync(~0u, division_.blocks_per_part, lane);
+        first_slot += __shfl_sync(~0u, slots_through_lane_ - slots_of_sequence(), lane);
+      }
     }
     Tile tile{};
     tile.work = 1;
@@ -124,12 +139,12 @@ class TileScheduler {
     tile.kv_len = sequence.kv_len;
     if constexpr (kSage) tile.sequence = sequence.number;
     if constexpr (kSplit) {
-      const int slots = __shfl_sync(~0u, slots_through_lane_, lane) - q_blocks * head_tiles_ * parts;
-      const int of_sequence = parts == 1 ? offset : offset / parts;
-      tile.part = offset - of_sequence * parts;
-      tile.parts = parts;
-      tile.blocks_per_part = __shfl_sync(~0u, division_.blocks_per_part, lane);
-      tile.first_slot = window_first_slot_ + slots + of_sequence * parts;
+      // Parts are no more than twice the grid, so this is small where there are several.
+      const int of_sequence = division.parts == 1 ? offset : ptx::divide_small(offset, division.parts);
+      tile.part = offset - of_sequence * division.parts;
+      tile.parts = division.parts;
+      tile.blocks_per_part = division.blocks_per_part;
+      tile.first_slot = first_slot + of_sequence * division.parts;
       tile.q_block = heads_.divide(of_sequence);
       tile.head = (of_sequence - tile.q_block * head_tiles_) * params_.tile_heads;
     } else {
@@ -195,7 +210,7 @@ class TileScheduler {
   const common::TicketCounter counter_;
   const int head_tiles_, kv_heads_;
   const ptx::Divisor tokens_, heads_;  // by tokens and by heads of a tile
-  int blocks_per_part_ = 0;
+  float most_blocks_ = 0.f;  // of a part
   int index_;
   int ticket_ = -1;
   // The window: sequences first_sequence_ ... + 31, their tiles [window_begin_, window_begin_ + window_tiles_) and the

@@ -98,8 +98,9 @@ def test_one_long_sequence(dims: tuple[int, int], device: torch.device, workspac
         ([3, 1, 2, 90], [20_000, 50, 7000, 2049], (10, 2)),  # far from equal; rows of a tile unused
         ([1] * 40, [100, 9000, 0, 3000, 17] * 8, (2, 2)),  # more sequences than lanes
         ([200, 40], [4100, 4100], (6, 2)),  # several tiles, the last one short
+        ([1] * 10, [3000] * 10, (8, 8)),  # 160 parts, more than the second launch has blocks
     ],
-    ids=["one row", "uneven", "many sequences", "several tiles"],
+    ids=["one row", "uneven", "many sequences", "several tiles", "many parts"],
 )
 def test_divided_as_the_lengths_ask(
     q_lens: list[int],

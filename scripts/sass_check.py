@@ -1,9 +1,14 @@
-"""Finds two things in disassembled kernels that ptxas does not report.
+"""Finds three things in disassembled kernels that ptxas does not report.
 
 Local memory (spills, indexed local arrays) in a main loop. ptxas reports spills of a whole kernel; those of a
 prologue cost nothing, those of a loop that feeds the matrix unit cost everything. A main loop is an innermost
 loop that holds warpgroup matrix instructions (HGMMA, QGMMA, IGMMA), and no load or store of local memory may
 be in it.
+
+Descriptors of matrices in ordinary registers in a main loop. A matrix instruction takes them from uniform
+registers. Where ptxas cannot know that all lanes of a warp have the same one, it computes them in every lane
+and moves them (R2UR) for every instruction. A few moves are about other things: more than there are matrix
+instructions may not be in a main loop.
 
 Matrices on their way to registers (LDSM) at an arrival. A warp that arrives at an mbarrier gives back what it
 has read, but the arrival does not wait for loads in flight: these may come after what overwrites them. An
@@ -30,6 +35,7 @@ _ENCODING = re.compile(r"/\* 0x([0-9a-f]{16}) \*/$")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _MATRIX = re.compile(r"[A-Z]GMMA\b")
 _LOCAL = re.compile(r"(LDL|STL)\b")
+_TO_UNIFORM = "R2UR"
 _MATRIX_LOAD = "LDSM"
 _ARRIVAL = "SYNCS.ARRIVE"
 _STOPS = ("EXIT", "RET", "BRX", "JMX", "KILL")
@@ -126,7 +132,7 @@ def check(sass: str) -> list[str]:
 
 
 def _check_function(function: Function) -> list[str]:
-    return [*_local_memory(function), *_matrices_in_flight(function)]
+    return [*_local_memory(function), *_moved_descriptors(function), *_matrices_in_flight(function)]
 
 
 def _local_memory(function: Function) -> list[str]:
@@ -138,6 +144,21 @@ def _local_memory(function: Function) -> list[str]:
         for i in sorted(set().union(*loops))
         if _LOCAL.match(function.instructions[i].opcode)
     ]
+
+
+def _moved_descriptors(function: Function) -> list[str]:
+    findings = []
+    for loop in main_loops(function):
+        opcodes = [function.instructions[i].opcode for i in loop]
+        moves = sum(opcode == _TO_UNIFORM for opcode in opcodes)
+        products = sum(bool(_MATRIX.match(opcode)) for opcode in opcodes)
+        if moves > products:
+            first = function.instructions[min(loop)]
+            findings.append(
+                f"{function.name}: {moves} moves to uniform registers for {products} matrix instructions "
+                f"in the main loop with {first}"
+            )
+    return findings
 
 
 def _matrices_in_flight(function: Function) -> list[str]:

@@ -50,6 +50,19 @@ def test_local_memory_in_the_main_loop_is_found(offset: str, instruction: str) -
     assert check("\n".join(lines)) == [f"attention: local memory in a main loop: /*{offset}*/ {instruction}"]
 
 
+def test_descriptors_that_are_moved_in_the_main_loop_are_found() -> None:
+    """As many as there are matrix instructions are accepted."""
+
+    def moving(times: int) -> str:
+        return SASS.replace("FADD R6, R24, R25 ;", "\n/*0090*/ ".join(["R2UR UR4, R6 ;"] * times))
+
+    assert check(moving(2)) == []
+    assert check(moving(3)) == [
+        "attention: 3 moves to uniform registers for 2 matrix instructions in the main loop with "
+        "/*0040*/ SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R4+URZ], R5"
+    ]
+
+
 @pytest.mark.parametrize("opcode", ["QGMMA.SP.64x128x64.F32.E4M3.E4M3", "IGMMA.64x128x32.S8.S8"])
 def test_every_kind_of_matrix_instruction_counts(opcode: str) -> None:
     sass = SASS.replace("HGMMA.64x128x16.F32.BF16", opcode).replace("FADD R6, R24, R25", "LDL R6, [R1]")

@@ -454,7 +454,9 @@ class Consumer : ConsumerChoices {
     if constexpr (kE4m3P) long_sum_.finish(o_);
     sum_rows();
     if constexpr (kSplit) {
-      if (tile.slot >= 0) {
+      // One answer for all lanes: else the rings' stages are not known to be the same in all of them from here on, and
+      // the main loop moves every descriptor to uniform registers.
+      if (shuffled(tile.slot) >= 0) {
         if constexpr (kAwaitsOutput) output_arrived();
         store_part(params_, tile.slot * kTileQ + warpgroup_ * kWarpgroupRows, rows, o_, softmax_);
         return;

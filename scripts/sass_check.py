@@ -150,7 +150,7 @@ def _moved_descriptors(function: Function) -> list[str]:
     findings = []
     for loop in main_loops(function):
         opcodes = [function.instructions[i].opcode for i in loop]
-        moves = sum(opcode == _TO_UNIFORM for opcode in opcodes)
+        moves = sum(opcode.startswith(_TO_UNIFORM) for opcode in opcodes)
         products = sum(bool(_MATRIX.match(opcode)) for opcode in opcodes)
         if moves > products:
             first = function.instructions[min(loop)]

@@ -84,8 +84,8 @@ class _Tiling(NamedTuple):
             return cls(tile_tokens, tile_heads, 0, max(1, min(capacity, tiles)), 0)
         parts = tiles * (-(-problem.max_kv_len // row.tile_kv) // _LEAST_BLOCKS_PER_PART)
         grid = max(1, min(capacity, parts))
-        # As division.cuh counts them: few tiles leave room for what rounding up adds.
-        slots = grid if 2 * tiles <= grid else 2 * grid
+        # division.cuh says why they are enough, whatever lengths it finds.
+        slots = -(-4 * grid // 3)
         return cls(tile_tokens, tile_heads, _LEAST_BLOCKS_PER_PART, grid, slots)
 
 
@@ -220,7 +220,7 @@ class _Combine:
         row = kernel.row
         step = load_step(find_step(FAMILY, "combine", kernel.device.capability), kernel.device.ordinal)
         _check_abi(step, COMBINE_ABI, _COMBINE.size)
-        at_once = min(tiling.slots, kernel.device.sm_count)  # the device holds no more blocks of all slices
+        at_once = min(tiling.slots, kernel.device.sm_count)  # with all slices, about what the device holds
         self._plan = LaunchPlan(step, (at_once, _COMBINE_SLICES, 1))
         self._areas = tuple(layout.offset(name) for name in ("parts", "count", "sums", "statistics"))
         self._strides = strides

@@ -1,9 +1,8 @@
 // Combines the parts of divided tiles: out = bmm2_scale * sum of 2^(m_p - m) sums_p / sum of 2^(m_p - m) l_p.
 //
-// kSlices blocks per slot; where there are more slots than these blocks can stand for, each takes several in turn. Of a
-// tile, the warps of all of its parts' blocks share the rows that exist, and the columns of a row where rows are fewer;
-// the lanes that a warp's columns leave share the parts. The order of every sum is fixed by the numbers of parts and
-// rows, so results repeat bit for bit.
+// gridDim.x slots at a time, kSlices blocks for each. Of a tile, the warps of all of its parts' blocks share the rows
+// that exist, and the columns of a row where rows are fewer; the lanes that a warp's columns leave share the parts. The
+// order of every sum is fixed by the numbers of parts and rows, so results repeat bit for bit.
 #include "common/ptx/grid.cuh"
 #include "parts.h"
 #include "row_result.cuh"

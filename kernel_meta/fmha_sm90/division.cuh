@@ -7,7 +7,7 @@
 
 namespace fmha {
 
-// n / d, rounded up, of whole numbers. Never too low, since keys would be lost then, or slots be missing: a guess that
+// A whole number n over d, rounded up. Never too low, since keys would be lost then, or slots be missing: a guess that
 // is a little above, and one less where that is enough. Exact for quotients up to 2^20.
 __device__ __forceinline__ float divide_up(float n, float d) {
   constexpr float kAbove = 1.f + 0x1p-21f;
@@ -35,8 +35,9 @@ struct Division {
 // The longest part, such that every block of the grid gets about one part. All lanes of the warp take part. `sequence`
 // is the lane's of the first 32, in any order; where there is only one, every lane has it.
 //
-// At least 1 / gridDim.x of all key blocks, so the slots are enough: n tiles are longer than a part, hence n is below
-// gridDim.x, and rounding up gives each at most one part more than its share of gridDim.x parts.
+// At least 1 / `room` of all key blocks. So whatever the lengths are, parts are no more than 4/3 of the grid: the tiles
+// that are longer than a part are fewer than `room`, and rounding up gives each at most one part more than its share of
+// `room` parts. Where room + tiles is the grid, they are no more than that.
 __device__ __forceinline__ float blocks_per_part(const Params& params, const Sequence& sequence, int head_tiles,
                                                  const ptx::Divisor& tokens) {
   if (params.least_blocks_per_part == 0) return kInfinity;

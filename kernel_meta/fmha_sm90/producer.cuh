@@ -97,7 +97,7 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params, int s
 
     const int tokens = tile_tokens(params);
     const BlockRange blocks = share_of(block_range(tile, tile.q_block * tokens, tokens, params), share);
-    // The quick way, where the first keys are waited for. Pairs were slower with it (NOTES.md).
+    // The quick way, where the first keys are waited for. In other kernels it gave nothing (NOTES.md).
     const int kv_head =
         kSplit ? ptx::divide_small(tile.head, params.heads_per_kv_head) : tile.head / params.heads_per_kv_head;
     auto load = [&](auto& stages, const ptx::TensorMap& map, auto& full, auto& empty, auto& ring, int block) {

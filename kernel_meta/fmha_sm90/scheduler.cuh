@@ -139,7 +139,7 @@ class TileScheduler {
     tile.kv_len = sequence.kv_len;
     if constexpr (kSage) tile.sequence = sequence.number;
     if constexpr (kSplit) {
-      // Parts are no more than twice the grid, so this is small where there are several.
+      // Parts are hardly more than blocks, so this is small where there are several.
       const int of_sequence = division.parts == 1 ? offset : ptx::divide_small(offset, division.parts);
       tile.part = offset - of_sequence * division.parts;
       tile.parts = division.parts;

@@ -97,9 +97,10 @@ def trtllm_ragged_attention_deepseek(
     synchronised, nothing but `out` and `lse` is allocated, and the call may be captured in a CUDA graph.
 
     query           [total_q, num_heads_q, head_dim_qk]: bfloat16, float16, float8_e4m3fn or int8
-    key, value      [total_kv, num_heads_kv, head_dim_qk] and [total_kv, num_heads_kv, head_dim_v].
-                    num_heads_q is a multiple of num_heads_kv. The last dimension is contiguous; other
-                    strides are free, in multiples of 16 bytes
+    key, value      [total_kv, num_heads_kv, head_dim_qk] and [total_kv, num_heads_kv, head_dim_v]: key as
+                    query, value too, or float8_e4m3fn beside bfloat16 and int8. num_heads_q is a multiple
+                    of num_heads_kv. The last dimension is contiguous; other strides are free, in multiples
+                    of 16 bytes, but on Blackwell query and out are contiguous
     workspace_buffer  any dtype, 16-byte aligned, contents undefined; `workspace_size` says how many bytes
     seq_lens        int32 [batch_size], number of keys of each sequence
     max_q_len, max_kv_len   upper bounds of the lengths
@@ -125,10 +126,10 @@ def trtllm_ragged_attention_deepseek(
     backend         "trtllm-gen" (or "trtllm-native"), "cute-dsl", or "reference": float32 torch, also on
                     the CPU
     q_seq_lens_cpu, kv_seq_lens_cpu   int32 or int64 [batch_size] on the CPU, both or neither: checked
-                    against the maxima and token counts
+                    against the maxima and token counts. On Blackwell they also say which rows see no key
     use_fp16_softmax, uses_spcompress   kernel variants; None = off
-    skip_all_rows_active_check   for kernels that cannot handle rows without keys. These can: a row that
-                    sees no key gets out 0 and lse -inf
+    skip_all_rows_active_check   ignored. A row that sees no key gets out 0 and lse -inf; on Blackwell, whose
+                    kernels cannot handle such rows, if the lengths are given on the CPU
     skip_softmax_counts   int64 [2], for skip-softmax: the number of tiles that were left out is added to the
                     first, that of all tiles to the second. A tile is what is left out at once: of our
                     kernels 64 query rows (of one token each in as many heads as share a kv head, if

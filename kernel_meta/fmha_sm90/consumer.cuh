@@ -3,7 +3,7 @@
 // The loop runs over tiles without a seam. A step issues Q K^T of its key block and P V of the block before; its
 // softmax starts when the logits are there, and runs beside P V. A tile's last P V is issued when the next tile is
 // there, and its rows are written beside that one's first Q K^T. Until then it is `pending`. Where tiles have 64 rows,
-// a thread block has about one, and finishes it at once.
+// a thread block has one or two, and finishes each at once.
 //
 // What is read from shared memory is given back behind an instruction that uses it. An arrival does not wait for loads
 // in flight, and these may be queued behind other warps' accesses for longer than it takes to overwrite what they read.

@@ -58,7 +58,7 @@ __device__ __forceinline__ float blocks_per_part(const Params& params, const Seq
     }
   }
   // Few tiles: parts are whole, so each tile may get one more than its share, which must fit, too. Many tiles: two
-  // halves of a tile would follow each other in one block, so only those far longer than the average are divided.
+  // halves of a tile would follow each other in one block, so only those longer than their share of `room` are divided.
   const float grid = static_cast<float>(gridDim.x);
   const float room = 2.f * tiles <= grid ? grid - tiles : grid * (2.f / 3.f);
   return fmaxf(static_cast<float>(params.least_blocks_per_part), divide_up(blocks, room));

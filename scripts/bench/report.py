@@ -32,7 +32,8 @@ def _heading(report: Report) -> str:
     machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
     lines = [
         f"# Attention forward, {report.name}",
-        f"{report.date}, {machine}." + ("" if report.complete else " **Interrupted: lines are missing.**"),
+        f"`{report.name}.json` has all of it. {report.date}, {machine}."
+        + ("" if report.complete else " **Interrupted: lines are missing.**"),
         f"`{report.command}`",
         "Medians of CUDA-graph replays, all implementations interleaved in one process on the same tensors, "
         "each checked against float32 first. TFLOP/s count the visible pairs only. Burst: 0.2 s idle, 3 ms "
@@ -52,6 +53,7 @@ def _timings(report: Report, protocol: str) -> str:
     matmul = sorted(view.matmul_tflops for view in seen)
     about = [
         f"## {protocol.capitalize()}",
+        f"![Speed in this protocol]({report.name}_{protocol}.png)",
         f"Matrix product (bf16, 8192 cubed): {matmul[0]:.0f} to {matmul[-1]:.0f} TFLOP/s, timed beside each "
         f"line. Device copy: {report.copy_gbps[protocol]:.0f} GB/s, read and written. The columns from us to "
         "GB/s are ours, GB/s only where memory is the bound; peers: TFLOP/s. Fixed-length entries "

@@ -107,10 +107,10 @@ class TileScheduler {
 
   __device__ __forceinline__ void divide_sequence() {
     q_blocks_ = tokens_.divide_up(sequence_.q_len);
-    if constexpr (kSplit) {
-      if (first_sequence_ == 0) most_blocks_ = blocks_per_part(params_, sequence_, head_tiles_, tokens_);
-      division_ = Division(key_blocks(sequence_), most_blocks_);
+    if (kSplit && first_sequence_ == 0) {
+      most_blocks_ = blocks_per_part(params_, sequence_, head_tiles_, tokens_);
     }
+    division_ = kSplit ? Division(key_blocks(sequence_), most_blocks_) : Division();
   }
 
   __device__ __forceinline__ int tiles_of_sequence() const { return q_blocks_ * head_tiles_ * division_.parts; }

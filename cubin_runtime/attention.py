@@ -128,8 +128,9 @@ def trtllm_ragged_attention_deepseek(
     q_seq_lens_cpu, kv_seq_lens_cpu   int32 or int64 [batch_size] on the CPU, both or neither: checked
                     against the maxima and token counts. On Blackwell they also say which rows see no key
     use_fp16_softmax, uses_spcompress   kernel variants; None = off
-    skip_all_rows_active_check   ignored. A row that sees no key gets out 0 and lse -inf; on Blackwell, whose
-                    kernels cannot handle such rows, if the lengths are given on the CPU
+    skip_all_rows_active_check   a row that sees no key gets out 0 and lse -inf. Blackwell's kernels cannot
+                    handle such rows: there the lengths on the CPU say which they are, or with False
+                    those on the device, which are read for it; True without either vouches for none
     skip_softmax_counts   int64 [2], for skip-softmax: the number of tiles that were left out is added to the
                     first, that of all tiles to the second. A tile is what is left out at once: of our
                     kernels 64 query rows (of one token each in as many heads as share a kv head, if

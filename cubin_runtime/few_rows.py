@@ -13,7 +13,7 @@ _SMALL_TILE = 64
 _LARGE_TILE = 128
 FEW_KEYS = 2048
 """Up to so many keys, reading them again for every small tile costs less than idle multiprocessors, and
-dividing them among blocks costs more than it saves. Measured before the latter became 2 to 4 us quicker."""
+dividing them among blocks costs more than it saves."""
 
 _DEALT_QUERIES = 320
 """From so many on, some multiprocessors may have two tiles of one sequence."""

@@ -29,7 +29,7 @@ import torch
 from bench.command import date_and_command
 from bench.machine import machine
 from bench.peers import OURS, PEERS, Options, Peer, PeerMissingError
-from bench.report import markdown, progress
+from bench.report import markdown, plot_name, progress
 from bench.results import Line, Report, views
 from bench.run import Bench, DeviceLostError
 from bench.timing import PROTOCOLS
@@ -108,7 +108,7 @@ def write_plots(report: Report, folder: Path) -> None:
         print(f"no plots: {error}; --render makes them from the JSON", file=sys.stderr)
         return
     for protocol in report.protocols:
-        plot(report, protocol, folder / f"{report.name}_{protocol}.png")
+        plot(report, protocol, folder / plot_name(report, protocol))
 
 
 def make_peers(names: Sequence[str], options: Options) -> tuple[dict[str, Peer], dict[str, str]]:

@@ -18,6 +18,11 @@ def markdown(report: Report) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def plot_name(report: Report, protocol: str) -> str:
+    """The file beside the Markdown that it shows."""
+    return f"{report.name}_{protocol}.png"
+
+
 def progress(view: View) -> str:
     """A line in a few words: who takes how long."""
     shown = [f"{view.protocol} {view.line.workload.name}:"]
@@ -53,7 +58,7 @@ def _timings(report: Report, protocol: str) -> str:
     matmul = sorted(view.matmul_tflops for view in seen)
     about = [
         f"## {protocol.capitalize()}",
-        f"![Speed in this protocol]({report.name}_{protocol}.png)",
+        f"![Speed in this protocol]({plot_name(report, protocol)})",
         f"Matrix product (bf16, 8192 cubed): {matmul[0]:.0f} to {matmul[-1]:.0f} TFLOP/s, timed beside each "
         f"line. Device copy: {report.copy_gbps[protocol]:.0f} GB/s, read and written. The columns from us to "
         "GB/s are ours, GB/s only where memory is the bound; peers: TFLOP/s. Fixed-length entries "

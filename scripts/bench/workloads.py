@@ -216,7 +216,7 @@ _SPCOMPRESS = tuple(
 )
 
 # They show whether the main set's speed carries over. Some have served to check choices between variants
-# (kernel_meta/fmha_sm90/NOTES.md), none was made for them.
+# (kernel_meta/fmha_sm90/NOTES.md).
 _HELD_OUT = (
     Workload("c192_3001", (3001,)),
     Workload("c192_6k_h40", (6144,), heads=40),

@@ -31,7 +31,7 @@ _MOST_CHUNKS = 32
 # The structs of kernel_meta/sage_quantize/params.h.
 _BLOCK_TENSOR, _CHANNEL_TENSOR, _FORMAT = "QQQQiiiiii", "QQQQQiiiiii", "iif"
 STATISTICS_PARAMETERS = struct.Struct(f"<{_CHANNEL_TENSOR}{_CHANNEL_TENSOR}iI")
-QUANTIZE_PARAMETERS = struct.Struct(f"<{_BLOCK_TENSOR}{_BLOCK_TENSOR}QQQQiii{_FORMAT}")
+QUANTIZE_PARAMETERS = struct.Struct(f"<{_BLOCK_TENSOR}{_BLOCK_TENSOR}QQQQiiiiI{_FORMAT}")
 
 
 class Blocks(msgspec.Struct, frozen=True):
@@ -110,8 +110,11 @@ class QuantizeCall:
         self._key_blocks = _thread_blocks(kv, problem.head_dim, threads)
         value = _over(_over(kv.tokens, _ROWS) * (kv.heads * problem.head_dim_v // _VECTOR), threads)
         # At least one, which waits for `statistics`: what follows the call waits for `quantize` alone.
-        blocks = self._query_blocks + self._key_blocks + max(1, value)
-        self._quantize = LaunchPlan(quantize, (blocks, 1, 1))
+        value_blocks = max(1, value)
+        # Key's blocks take turns with those of value where they wait, too, else with those of query.
+        self._key_start = self._query_blocks if smooth else 0
+        self._key_share = _share(self._key_blocks, value_blocks if smooth else self._query_blocks)
+        self._quantize = LaunchPlan(quantize, (self._query_blocks + self._key_blocks + value_blocks, 1, 1))
         self.scratch = WorkspaceLayout.of(
             tickets=2 * kv.heads * _TICKET_BYTES,
             scales=kv.heads * scales.partial_bytes,
@@ -133,7 +136,7 @@ class QuantizeCall:
         query = _tensor(problem.query, dim, a.query, a.q_quant, a.q_scale, a.cum_seq_lens_q)
         key = _tensor(kv, dim, a.key, a.k_quant, a.k_scale, a.cum_seq_lens_kv)
         value = (a.k_mean, a.value, a.v_quant, a.v_scale, problem.head_dim_v)
-        blocks = (self._query_blocks, self._key_blocks)
+        blocks = (self._query_blocks, self._key_blocks, self._key_start, self._key_share)
         form = (problem.is_fp16, problem.is_e4m3, problem.range)
         launch(self._quantize, QUANTIZE_PARAMETERS.pack(*query, *key, *value, *blocks, *form), stream, pdl)
 
@@ -165,6 +168,11 @@ def _over(amount: int, size: int) -> int:
 def _thread_blocks(tensor: Blocks, head_dim: int, threads: int) -> int:
     """Blocks of threads that quantise a tensor in blocks of tokens."""
     return _over(_over(tensor.walked, tensor.per_thread) * (tensor.heads * head_dim // _VECTOR), threads)
+
+
+def _share(ours: int, others: int) -> int:
+    """Of our blocks in all of them, in 2^-31: rounded up, so that all of ours come."""
+    return _over(ours << 31, max(1, ours + others))
 
 
 def _tensor(

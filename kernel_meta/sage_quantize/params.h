@@ -52,7 +52,8 @@ struct BlockTensor {
   int block;  // 1, 4 or 16
 };
 
-// The grid has blocks for query, for key, and for value, which has the tokens, sequences and heads of key.
+// The grid has blocks for query, then for value, which has the tokens, sequences and heads of key, and between them
+// those for key.
 struct QuantizeParams {
   BlockTensor query;
   BlockTensor key;
@@ -63,6 +64,8 @@ struct QuantizeParams {
   int value_head_dim;
   int query_blocks;
   int key_blocks;
+  int key_start;       // so many others come before key's
+  uint32_t key_share;  // of the blocks that follow, as long as there are any of key; in 2^-31
   Format format;
 };
 

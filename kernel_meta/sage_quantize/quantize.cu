@@ -59,17 +59,25 @@ __device__ __forceinline__ void quantize_value(const QuantizeParams& params, int
   }
 }
 
+// How many of key's blocks come before a block. They take turns with others: the code of each kind is fetched from
+// memory in every call, and kinds that follow each other wait for theirs one after the other.
+__device__ __forceinline__ int key_blocks_before(const QuantizeParams& params, int block) {
+  const unsigned turn = max(block - params.key_start, 0);
+  return min(static_cast<int>(static_cast<unsigned long long>(turn) * params.key_share >> 31), params.key_blocks);
+}
+
 // What waits goes backwards: `statistics` read the end last, so that it may still be in the L2 cache.
 template <class Element>
 __device__ __forceinline__ void quantize(const QuantizeParams& params) {
-  int block = blockIdx.x;
-  if (block < params.query_blocks) return quantize_blocks<Element>(params.query, nullptr, params.format, block);
-  block -= params.query_blocks;
-  if (block < params.key_blocks) {
-    if (params.key_means != nullptr) block = params.key_blocks - 1 - block;
-    return quantize_blocks<Element>(params.key, params.key_means, params.format, block);
+  const int block = blockIdx.x;
+  const int before = key_blocks_before(params, block);
+  if (key_blocks_before(params, block + 1) > before) {
+    const int key_block = params.key_means != nullptr ? params.key_blocks - 1 - before : before;
+    return quantize_blocks<Element>(params.key, params.key_means, params.format, key_block);
   }
-  quantize_value<Element>(params, gridDim.x - 1 - blockIdx.x);
+  const int other = block - before;
+  if (other < params.query_blocks) return quantize_blocks<Element>(params.query, nullptr, params.format, other);
+  quantize_value<Element>(params, gridDim.x - params.key_blocks - 1 - other);
 }
 
 }  // namespace sage

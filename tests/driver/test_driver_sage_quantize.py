@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +129,8 @@ print(*[each[2] for each in made])
         "value_head_dim": 128,
         "query_blocks": q_blocks,
         "key_blocks": k_blocks,
+        "key_start": 0,
+        "key_share": -(-(k_blocks << 31) // (q_blocks + k_blocks)),
         "format.is_fp16": 0,
         "format.is_e4m3": 0,
         "format.range": pytest.approx(126.9),
@@ -152,6 +155,30 @@ print(*[each[2] for each in made])
     assert {name: found[f"value_scales.{name}"] for name in of_value} == of_value
     assert found["is_fp16"] == 0
     assert first["grid"] == [2, 1, 1]  # without key
+
+
+@pytest.mark.parametrize("smooth_k", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (320, 4, 2), (4096, 32, 8), (70_001, 3, 3)], ids=str)
+def test_keys_take_turns_with_what_is_ready_when_they_are(
+    shape: tuple[int, int, int], smooth_k: bool, run_with_stub: Callable[..., Any]
+) -> None:
+    """All blocks of key come, evenly spread; where they wait, only behind those of query."""
+    tokens, heads, kv_heads = shape
+    code = f"call(tokens={tokens}, heads=({heads}, {kv_heads}), q_block_size=1, smooth_k={smooth_k})"
+    (_, second), _ = launches(run_with_stub, code)
+    found = unpack("QuantizeParams", second["parameters"])
+    keys, start = found["key_blocks"], found["key_start"]
+    before = [
+        min(max(block - start, 0) * found["key_share"] >> 31, keys) for block in range(second["grid"][0] + 1)
+    ]
+    steps = [after - earlier for earlier, after in itertools.pairwise(before)]
+    assert before[-1] == keys == sum(steps)
+    assert set(steps) <= {0, 1}
+    places = [block for block, step in enumerate(steps) if step]
+    queries = found["query_blocks"]
+    assert places[0] >= queries if smooth_k else places[-1] < queries + keys
+    gaps = {later - earlier for earlier, later in itertools.pairwise(places)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
 
 
 def test_every_call_has_a_tag_of_its_own(run_with_stub: Callable[..., Any]) -> None:

@@ -32,8 +32,9 @@ from bench.peers import OURS, PEERS, Options, Peer, PeerMissingError
 from bench.report import markdown, plot_name, progress
 from bench.results import Line, Report, views
 from bench.run import Bench, DeviceLostError
+from bench.sets import SETS
 from bench.timing import PROTOCOLS
-from bench.workloads import SETS, Workload, WorkloadError, matching, read_workloads
+from bench.workloads import Workload, WorkloadError, matching, read_workloads
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -24,7 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from bench.fa4_files import RUNTIME, VERSIONS, kernel_file
-from bench.workloads import SETS, Workload, read_workloads
+from bench.sets import SETS
+from bench.workloads import Workload, read_workloads
 
 
 def main(arguments: list[str]) -> int:

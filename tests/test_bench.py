@@ -14,14 +14,16 @@ import msgspec
 import pytest
 import torch
 from bench import fa4_files, run, timing
+from bench.drawn import draw
 from bench.peers import OURS, PEERS, Options, PeerMissingError
 from bench.peers.base import require
 from bench.problem import DTYPES, TOLERANCE, Check, Problem, make_problem
 from bench.report import markdown
 from bench.results import MATMUL_FLOPS, Entry, Line, Report, Summary, geometric_mean, views
 from bench.run import Bench, DeviceLostError
+from bench.sets import SETS
 from bench.timing import PROTOCOLS, Timed, summarise
-from bench.workloads import SAGE_BLOCKS, SETS, Mask, Workload, WorkloadError, matching, read_workloads
+from bench.workloads import SAGE_BLOCKS, Mask, Workload, WorkloadError, matching, read_workloads
 
 from cubin_runtime.reference import ragged_attention_reference
 from cubin_runtime.request import SAGE_OFF
@@ -108,6 +110,14 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 def test_names_are_chosen_by_patterns() -> None:
     chosen = matching(SETS["main"], "c192_1k,fp8_*")
     assert [workload.name for workload in chosen] == ["c192_1k", "fp8_c192_8k", "fp8_c128_8k"]
+
+
+def test_what_is_drawn_is_the_same_everywhere() -> None:
+    drawn = SETS["drawn"]
+    assert drawn == tuple(draw(seed=2026, count=60))
+    assert drawn[:20] == tuple(draw(seed=2026, count=20))
+    assert set(drawn).isdisjoint(draw(seed=2027, count=60))
+    assert (drawn[0].name, drawn[0].q_lens) == ("01_equal_bf16_256_h8_8_causal", (768,) * 5)
 
 
 def test_held_out_set_shares_nothing_with_the_main_set() -> None:

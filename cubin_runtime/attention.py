@@ -412,6 +412,7 @@ def _request(call: Call) -> KernelRequest:
         batch_size=call.batch_size,
         max_q_len=call.max_q_len,
         total_q=call.query.shape[0],
+        total_kv=call.key.shape[0],
         max_kv_len=call.window_left + 1 if mask_type is MaskType.SLIDING else call.max_kv_len,
         sm_count=device.sm_count,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from cubin_runtime.request import DType, KernelRequest, MaskType
@@ -20,6 +22,17 @@ _DEALT_QUERIES = 320
 _LONG_QUERIES = 768
 """From so many on, all of them may. Larger tiles were faster for shorter sequences of as many tiles."""
 
+_DIVIDED = 1.5
+"""The kernel divides a sequence that has so many times a multiprocessor's share of all keys, and where tiles
+are more than multiprocessors, from one share on (kernel_meta/fmha_sm90/division.cuh)."""
+_TILES_OF_ONE_ROUND = 1.25
+"""Tiles are counted from above: so many for a multiprocessor may still be one."""
+_TOO_HIGH = 1.2
+"""Where lengths differ, the share is a guess, mostly so many times too high: who has most keys often has few
+queries. To divide nothing after all costs some 3 %; the other way up to half of the speed is lost."""
+_MORE_TILES = 1.1
+"""Tiles that leave rows unused are worth it where others would be so many times as many."""
+
 
 class FewRows(NamedTuple):
     """The tile that suits a call, and why."""
@@ -32,28 +45,63 @@ class FewRows(NamedTuple):
 def few_rows(request: KernelRequest) -> FewRows | None:
     """The tile for the request; None = it has many query rows, or does not say how many.
 
-    The rows of all heads that share a kv head are packed into tiles. Where tiles of 128 leave multiprocessors
-    idle and the keys are many, a kernel is taken that divides them among blocks. Few keys stay in one block,
-    whose consumers divide those of 16 bits: then it is a kernel with tiles of 64, if these leave some idle,
-    too, so that nothing but the number of tiles decides. Of one causal sequence there may be more: the
-    longest tile goes with the shortest.
+    The rows of all heads that share a kv head are packed into tiles. Few keys stay in one block, whose
+    consumers divide those of 16 bits: then it is a kernel with tiles of 64, if these leave some
+    multiprocessors idle, so that nothing but the number of tiles decides. Of one causal sequence there may be
+    more: the longest tile goes with the shortest.
+
+    Otherwise it is a kernel with tiles of 128 that can divide keys among blocks, where that ends earlier:
+    where tiles are few, or one of many sequences is long. It also leaves rows of a tile unused to pack heads
+    that do not fill one, such as 5 or 7, and is taken where that makes tiles fewer.
     """
     if request.batch_size is None or request.max_q_len is None:
         return None
-    sm_count = request.sm_count or DEFAULT_SM_COUNT
-    few_keys = request.max_kv_len is not None and request.max_kv_len <= FEW_KEYS
-    tile_q = _SMALL_TILE if few_keys else _LARGE_TILE
-    tiles = _tiles(request, tile_q)
-    if tiles > (_most_dealt(request, sm_count) if few_keys else sm_count):
-        return None
-    noun = f"{tile_q}-row tile" if tiles == 1 else f"{tile_q}-row tiles"
-    dealt = ", the longest with the shortest" if tiles > sm_count else ""
-    return FewRows(tile_q, f"no more than {tiles} {noun} for {sm_count} multiprocessors{dealt}")
+    if request.max_kv_len is not None and request.max_kv_len <= FEW_KEYS:
+        return _few_keys(request) or _fewer_tiles(request)
+    return _many_keys(request) or _fewer_tiles(request)
 
 
 def packed_heads(group: int) -> int:
     """How many of the `group` heads that share a kv head lie in one tile of a kernel for few rows."""
     return max(n for n in range(1, _SMALL_TILE + 1) if group % n == 0)
+
+
+def filling_heads(group: int) -> int:
+    """The same of a kernel for many rows, which leaves none of a tile unused."""
+    return math.gcd(group, _SMALL_TILE)
+
+
+def _few_keys(request: KernelRequest) -> FewRows | None:
+    sm_count = _sm_count(request)
+    tiles = _tiles(request, _SMALL_TILE)
+    if tiles > _most_dealt(request, sm_count):
+        return None
+    dealt = ", the longest with the shortest" if tiles > sm_count else ""
+    return FewRows(_SMALL_TILE, _no_more_than(tiles, _SMALL_TILE, sm_count) + dealt)
+
+
+def _many_keys(request: KernelRequest) -> FewRows | None:
+    sm_count = _sm_count(request)
+    tiles = _tiles(request, _LARGE_TILE)
+    mean = _mean_keys(request)
+    longest = sm_count / max(tiles * mean, 1.0)  # in shares of a multiprocessor
+    divided = _DIVIDED if tiles <= _TILES_OF_ONE_ROUND * sm_count else 1.0
+    if longest < (divided if mean == 1 else divided / _TOO_HIGH):
+        return None
+    reason = _no_more_than(tiles, _LARGE_TILE, sm_count)
+    if tiles > sm_count:
+        reason += f", and the longest has about {longest:.1f} times a multiprocessor's share of all keys"
+    return FewRows(_LARGE_TILE, reason)
+
+
+def _fewer_tiles(request: KernelRequest) -> FewRows | None:
+    """Tiles of 128 that leave rows unused, where tiles without such rows are more."""
+    tiles, filled = _tiles(request, _LARGE_TILE), _tiles(request, _LARGE_TILE, filling_heads)
+    if filled < _MORE_TILES * max(tiles, _sm_count(request)):
+        return None
+    group = request.num_heads_q // request.num_heads_kv
+    reason = f"no more than {tiles} {_LARGE_TILE}-row tiles with the {group} heads of a kv head side by side"
+    return FewRows(_LARGE_TILE, f"{reason}, {filled} without")
 
 
 def _most_dealt(request: KernelRequest, sm_count: int) -> int:
@@ -71,13 +119,29 @@ def _most_dealt(request: KernelRequest, sm_count: int) -> int:
     return 2 * sm_count if request.max_q_len >= _LONG_QUERIES else 3 * sm_count // 2
 
 
-def _tiles(request: KernelRequest, tile_q: int) -> int:
+def _tiles(request: KernelRequest, tile_q: int, heads_of_tile: Callable[[int], int] = packed_heads) -> int:
     """At most so many tiles."""
     assert request.batch_size is not None
     assert request.max_q_len is not None
-    packed = packed_heads(request.num_heads_q // request.num_heads_kv)
-    tokens = tile_q // _SMALL_TILE * (_SMALL_TILE // packed)
+    heads = heads_of_tile(request.num_heads_q // request.num_heads_kv)
+    tokens = tile_q // _SMALL_TILE * (_SMALL_TILE // heads)
     most = request.batch_size * -(-request.max_q_len // tokens)
     if request.total_q is not None:
         most = min(most, request.total_q // tokens + request.batch_size)
-    return most * (request.num_heads_q // packed)
+    return most * (request.num_heads_q // heads)
+
+
+def _mean_keys(request: KernelRequest) -> float:
+    """Of a sequence, in units of the longest one's."""
+    if request.total_kv is None or not request.max_kv_len or not request.batch_size:
+        return 1.0
+    return min(1.0, request.total_kv / (request.batch_size * request.max_kv_len))
+
+
+def _sm_count(request: KernelRequest) -> int:
+    return request.sm_count or DEFAULT_SM_COUNT
+
+
+def _no_more_than(tiles: int, rows: int, sm_count: int) -> str:
+    noun = f"{rows}-row tile" if tiles == 1 else f"{rows}-row tiles"
+    return f"no more than {tiles} {noun} for {sm_count} multiprocessors"

@@ -21,4 +21,6 @@ def without_lengths(request: KernelRequest) -> KernelRequest:
     Of few query rows (few_rows.py), the tile counts besides.
     """
     keys = None if many_keys(request) else MANY_KEYS - 1
-    return msgspec.structs.replace(request, batch_size=None, max_q_len=None, total_q=None, max_kv_len=keys)
+    return msgspec.structs.replace(
+        request, batch_size=None, max_q_len=None, total_q=None, total_kv=None, max_kv_len=keys
+    )

@@ -45,6 +45,7 @@ def make_request(
     batch_size: int | None = None,
     max_q_len: int | None = None,
     total_q: int | None = None,
+    total_kv: int | None = None,
     max_kv_len: int | None = None,
     backend: str = "trtllm-gen",
 ) -> KernelRequest:
@@ -61,8 +62,9 @@ def make_request(
     sage_blocks tokens per scale of q, k, p, v
     batch_size, max_q_len   number of sequences, and of the longest one's queries; both given, kernels for few
                 query rows are considered (few_rows.few_rows)
-    total_q, max_kv_len     queries of all sequences, and keys of the longest one or of a window; default: as
-                many as can be. Many keys, and kernels for them are considered (many_keys.many_keys)
+    total_q, total_kv   queries and keys of all sequences; default: as many as can be
+    max_kv_len  keys of the longest sequence or of a window; default: as many as can be. Many keys, and
+                kernels for them are considered (many_keys.many_keys)
 
     Raises InvalidArgumentError for a value that has no meaning.
     """
@@ -93,6 +95,7 @@ def make_request(
         batch_size=batch_size,
         max_q_len=max_q_len,
         total_q=total_q,
+        total_kv=total_kv,
         max_kv_len=max_kv_len,
     )
 
@@ -153,6 +156,7 @@ def workspace_size(
         batch_size=batch_size,
         max_q_len=max_q_len,
         total_q=total_q,
+        total_kv=total_kv,
         max_kv_len=max_kv_len,
     )
     row = select(request).require()

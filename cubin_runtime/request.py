@@ -166,6 +166,7 @@ class KernelRequest(msgspec.Struct, frozen=True, kw_only=True):
     sage_blocks           tokens per scale of q, k, p, v; all zero = no Sage scales
     batch_size, max_q_len number of sequences and the longest one's queries; None = many
     total_q               queries of all sequences; None = batch_size times max_q_len
+    total_kv              keys of all sequences; None = batch_size times max_kv_len
     max_kv_len            most keys that a query can see: the longest sequence's, or a window's; None = many
     sm_count              the device's multiprocessors; None = 132, what the largest Hopper parts have
     max_shared_memory     the device's opt-in limit in bytes; None = what the capability documents
@@ -189,6 +190,7 @@ class KernelRequest(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int | None = None
     max_q_len: int | None = None
     total_q: int | None = None
+    total_kv: int | None = None
     max_kv_len: int | None = None
     sm_count: int | None = None
     max_shared_memory: int | None = None

@@ -194,6 +194,8 @@ def test_a_miss_exits_with_3_and_says_why(cli: Callable[..., Result], as_json: l
         "8192",
         "--total-q",
         "16392",
+        "--total-kv",
+        "16392",
         "--max-kv-len",
         "8192",
     )

@@ -467,6 +467,56 @@ def test_one_causal_sequence_may_have_two_tiles_for_a_multiprocessor(
     assert (dealt in selection.reason) == is_pair
 
 
+LONG = {"num_heads_q": 16, "num_heads_kv": 16, "max_kv_len": 16_000}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_split"),
+    [
+        ({"batch_size": 1, "max_q_len": 640, "total_kv": 16_000}, True),  # 80 equal tiles
+        ({"batch_size": 1, "max_q_len": 768, "total_kv": 16_000}, False),  # 96: halves would gain nothing
+        ({"batch_size": 8, "max_q_len": 1, "total_kv": 8 * 16_000}, False),  # 128
+        ({"batch_size": 8, "max_q_len": 1}, False),  # as long as can be
+        ({"batch_size": 8, "max_q_len": 1, "total_kv": 30_000}, True),  # one long one
+        ({"batch_size": 13, "max_q_len": 519, "total_q": 531, "total_kv": 32_000}, True),  # 272 tiles
+        ({"batch_size": 13, "max_q_len": 519, "total_q": 531, "total_kv": 150_000}, False),
+        ({"batch_size": 1, "max_q_len": 4096, "total_kv": 16_000}, False),
+    ],
+)
+def test_keys_are_divided_where_the_longest_sequence_would_end_late(
+    lengths: dict[str, int], is_split: bool
+) -> None:
+    request = make_request(**LONG, **lengths)
+    plain, split = row_for(request), row_for(request, scheduler=Scheduler.SPLIT)
+    assert select(request, [plain, split]).row is (split if is_split else plain)
+
+
+def test_a_long_sequence_among_many_tiles_is_the_reason() -> None:
+    request = make_request(**LONG, batch_size=13, max_q_len=519, total_q=531, total_kv=32_000)
+    few = few_rows(request)
+    assert few is not None
+    assert few.reason == (
+        "no more than 272 128-row tiles for 132 multiprocessors, "
+        "and the longest has about 3.2 times a multiprocessor's share of all keys"
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "max_kv_len", "is_split"),
+    [((28, 4), 1000, True), ((28, 4), 9000, True), ((32, 4), 1000, False), ((40, 8), 1000, True)],
+)
+def test_heads_that_do_not_fill_a_tile_are_packed_where_queries_are_few(
+    heads: tuple[int, int], max_kv_len: int, is_split: bool
+) -> None:
+    """Of 7 heads side by side 9 tokens fill 63 rows of 64; one by one, each has a tile."""
+    lengths = {"batch_size": 60, "max_q_len": 1, "max_kv_len": max_kv_len, "total_kv": 60 * max_kv_len}
+    request = make_request(num_heads_q=heads[0], num_heads_kv=heads[1], **lengths)
+    plain, split = row_for(request), row_for(request, scheduler=Scheduler.SPLIT)
+    selection = select(request, [plain, split])
+    assert selection.row is (split if is_split else plain)
+    assert ("heads of a kv head side by side" in selection.reason) == is_split
+
+
 @given(kernel_requests(), st.lists(kernel_rows(), max_size=8))
 def test_lengths_that_decide_nothing_can_be_left_out(request_: KernelRequest, rows: list[KernelRow]) -> None:
     assert select(without_lengths(request_), rows).row is select(request_, rows).row
@@ -481,6 +531,7 @@ def test_of_few_rows_only_the_tile_counts(
             "batch_size": st.integers(1, 4),
             "max_q_len": st.integers(1, 2000),
             "max_kv_len": st.integers(1, 3000),
+            "total_kv": st.none() | st.integers(1, 9000),
         }
     )
     one, other = (msgspec.structs.replace(request_, **data.draw(lengths)) for _ in range(2))

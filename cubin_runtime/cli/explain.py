@@ -42,6 +42,10 @@ def explain(
         int | None,
         typer.Option(min=1, help="Queries of all sequences (default: as many as can be)."),
     ] = None,
+    total_kv: Annotated[
+        int | None,
+        typer.Option(min=1, help="Keys of all sequences (default: as many as can be)."),
+    ] = None,
     max_kv_len: Annotated[
         int | None, typer.Option(min=1, help="Keys of the longest sequence, or of a window (default: many).")
     ] = None,
@@ -74,6 +78,7 @@ def explain(
         batch_size=batch_size,
         max_q_len=max_q_len,
         total_q=total_q,
+        total_kv=total_kv,
         max_kv_len=max_kv_len,
         backend=backend,
     )

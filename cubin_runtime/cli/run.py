@@ -83,6 +83,7 @@ def run(
         batch_size=len(queries),
         max_q_len=max(queries),
         total_q=sum(queries),
+        total_kv=sum(keys),
         max_kv_len=max(keys),
         backend=backend,
     )

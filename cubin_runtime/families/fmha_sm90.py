@@ -15,7 +15,7 @@ from cubin_runtime import _driver
 from cubin_runtime.bounded import Bounded
 from cubin_runtime.errors import InvalidArgumentError, TableError
 from cubin_runtime.families import Arguments, Problem, TensorLayout
-from cubin_runtime.few_rows import FEW_KEYS, packed_heads
+from cubin_runtime.few_rows import FEW_KEYS, filling_heads, packed_heads
 from cubin_runtime.launch import LaunchPlan, launch, launch_tag
 from cubin_runtime.module import Loaded, LoadedKernel, load_step
 from cubin_runtime.request import SAGE_OFF, DType, MaskType
@@ -74,7 +74,7 @@ class _Tiling(NamedTuple):
         group = num_heads_q // problem.key.shape[1]
         split = row.scheduler is Scheduler.SPLIT
         # A tile of few rows may leave some unused; others are filled. Those pruned together have one head.
-        filled = 1 if row.uses_spcompress else math.gcd(group, _WARPGROUP_ROWS)
+        filled = 1 if row.uses_spcompress else filling_heads(group)
         tile_heads = packed_heads(group) if row.scheduler.is_for_few_rows else filled
         tile_tokens = _WARPGROUP_ROWS // tile_heads
         tokens = row.tile_q // _WARPGROUP_ROWS * tile_tokens
@@ -85,7 +85,7 @@ class _Tiling(NamedTuple):
         parts = tiles * (-(-problem.max_kv_len // row.tile_kv) // _LEAST_BLOCKS_PER_PART)
         grid = max(1, min(capacity, parts))
         # division.cuh says why they are enough, whatever lengths it finds.
-        slots = -(-4 * grid // 3)
+        slots = 2 * grid
         return cls(tile_tokens, tile_heads, _LEAST_BLOCKS_PER_PART, grid, slots)
 
 

@@ -102,6 +102,11 @@ constexpr int kQueryBoxChunks = kSplit ? 1 : kChunksQK;
 constexpr bool kQFits = kRowBytesQK <= 256 || (!kSplit && !kPreparesValues);
 constexpr bool kQInRegisters = kHeadDimV <= 128 && kBlocksPerSM == 1 && kQFits && !kE4m3P;
 
+// Rows may be in two tiles (scheduler.cuh) where their bits do not depend on the tile: sums of 8-bit products leave the
+// accumulator by blocks of the tile, and choices are made for its rows together.
+constexpr bool kFillsTiles =
+    kSeamless && !kSplit && !kPreparesValues && !kSkipsSoftmax && kMask != MaskType::sliding;
+
 // Scales of keys and both bounds of a window beside as much of O inside and outside of the accumulator: a thread does
 // not keep its mask in registers, and a masked block waits for the product that reads P from there.
 constexpr bool kScalesAreTight = kSage && kE4m3P && kMask == MaskType::sliding;

@@ -32,20 +32,22 @@ struct Division {
   }
 };
 
-// The longest part, such that every block of the grid gets about one part. All lanes of the warp take part. `sequence`
-// is the lane's of the first 32, in any order; where there is only one, every lane has it.
+// The longest part, such that all blocks of the grid end at about the same time. All lanes of the warp take part.
+// `sequence` is the lane's of the first 32, in any order; where there is only one, every lane has it.
 //
-// At least 1 / `room` of all key blocks. So whatever the lengths are, parts are no more than 4/3 of the grid: the tiles
-// that are longer than a part are fewer than `room`, and rounding up gives each at most one part more than its share of
-// `room` parts. Where room + tiles is the grid, they are no more than that.
+// Whatever the lengths are, parts are no more than twice the grid. Where a part is at least 1 / room of all key blocks,
+// the tiles that are longer are fewer than `room`, and rounding up gives each at most one part more than its share of
+// `room` parts.
 __device__ __forceinline__ float blocks_per_part(const Params& params, const Sequence& sequence, int head_tiles,
                                                  const ptx::Divisor& tokens) {
   if (params.least_blocks_per_part == 0) return kInfinity;
   float tiles = 0.f, blocks = 0.f;
+  int longest = 0;
   auto count = [&](const Sequence& s) {
     const float its_tiles = static_cast<float>(tokens.divide_up(s.q_len) * head_tiles);
     tiles += its_tiles;
     blocks = __fmaf_ru(its_tiles, __int2float_ru(key_blocks(s)), blocks);
+    longest = max(longest, key_blocks(s));
   };
   count(sequence);
   if (params.batch_size > 1) {
@@ -57,11 +59,17 @@ __device__ __forceinline__ float blocks_per_part(const Params& params, const Seq
       blocks = __fadd_ru(blocks, __shfl_xor_sync(~0u, blocks, distance));
     }
   }
-  // Few tiles: parts are whole, so each tile may get one more than its share, which must fit, too. Many tiles: two
-  // halves of a tile would follow each other in one block, so only those longer than their share of `room` are divided.
+  const float least = static_cast<float>(params.least_blocks_per_part);
   const float grid = static_cast<float>(gridDim.x);
-  const float room = 2.f * tiles <= grid ? grid - tiles : grid * (2.f / 3.f);
-  return fmaxf(static_cast<float>(params.least_blocks_per_part), divide_up(blocks, room));
+  // A part for every block. Parts are whole, so each tile may get one more than its share, which must fit, too.
+  if (2.f * tiles <= grid) return fmaxf(least, divide_up(blocks, grid - tiles));
+  // Halves of equal tiles would follow each other in a block; of thirds every block has two.
+  if (3.f * tiles <= 2.f * grid) {
+    const float most = static_cast<float>(params.batch_size > 1 ? __reduce_max_sync(~0u, longest) : longest);
+    if (blocks >= 0.9f * tiles * most) return fmaxf(least, divide_up(most, 3.f));
+  }
+  // Only tiles that would end late are divided.
+  return fmaxf(least, divide_up(blocks, tiles <= grid ? grid * (2.f / 3.f) : grid));
 }
 
 }  // namespace fmha

@@ -76,8 +76,7 @@ __device__ __forceinline__ void load_permuted_keys(const Params& params, Ring<kS
 // ahead of V, which is the order of their products. `share`: pairs, of which consumer.
 __device__ __forceinline__ void load_keys_and_values(const Params& params, int share) {
   Storage& s = storage();
-  // Divided keys are read by few blocks at about the same time, others again and again.
-  const uint64_t policy = kSplit ? ptx::l2_policy_evict_first() : ptx::l2_policy_evict_last();
+  const uint64_t once = ptx::l2_policy_evict_first(), again = ptx::l2_policy_evict_last();
   const bool leader = !kSage || (threadIdx.x & 31) == 0;
   Ring<kStagesK, kShares> k_ring{share};
   Ring<kPreparesValues ? kStagesLanding : kStagesV, kShares> v_ring{share};
@@ -97,6 +96,9 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params, int s
 
     const int tokens = tile_tokens(params);
     const BlockRange blocks = share_of(block_range(tile, tile.q_block * tokens, tokens, params), share);
+    // Where queries are few, one tile often has all that see the keys.
+    const bool is_only_reader = kSplit && tile.q_len <= tokens && params.heads_per_kv_head == params.tile_heads;
+    const uint64_t policy = is_only_reader ? once : again;
     // The quick way, where the first keys are waited for. In other kernels it gave nothing (NOTES.md).
     const int kv_head =
         kSplit ? ptx::divide_small(tile.head, params.heads_per_kv_head) : tile.head / params.heads_per_kv_head;

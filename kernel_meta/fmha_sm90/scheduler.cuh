@@ -80,6 +80,11 @@ class TileScheduler {
     return head_groups(__shfl_sync(~0u, sequence_.q_len, 0), __shfl_sync(~0u, sequence_.kv_len, 0)) == 1;
   }
 
+  // Then their order does not matter, and the shortest way to a tile is best.
+  __device__ __forceinline__ bool all_at_once() const {
+    return kSplit && params_.batch_size <= kWindow && window_tiles_ <= blocks();
+  }
+
   // Then every lane has the sequence: there is nothing to exchange on the way to the first tile. In kernels for longer
   // work that way does not count.
   __device__ __forceinline__ bool only_one_sequence() const { return kLeavesRows && params_.batch_size == 1; }
@@ -145,8 +150,7 @@ class TileScheduler {
       tile.parts = division.parts;
       tile.blocks_per_part = division.blocks_per_part;
       tile.first_slot = first_slot + of_sequence * division.parts;
-      tile.q_block = heads_.divide(of_sequence);
-      tile.head = (of_sequence - tile.q_block * head_tiles_) * params_.tile_heads;
+      choose_rows(tile, of_sequence, q_blocks);
     } else {
       choose_rows(tile, offset, q_blocks);
     }
@@ -154,10 +158,23 @@ class TileScheduler {
   }
 
   __device__ __forceinline__ void choose_rows(Tile& tile, int offset, int q_blocks) const {
-    const int groups = head_groups(tile.q_len, tile.kv_len);
+    const int groups = all_at_once() ? 1 : head_groups(tile.q_len, tile.kv_len);
     const Place place = groups == 1 ? in_one_group(offset) : in_groups(offset, q_blocks, groups);
     tile.head = place.head_tile * params_.tile_heads;
     tile.q_block = kMask == MaskType::dense ? place.row_rank : q_blocks - 1 - place.row_rank;
+    if (kFillsTiles && groups > 1 && groups == kv_heads_) fill(tile, q_blocks);
+  }
+
+  // Of two or three tiles that read the same keys, the last one may have rows for one consumer only. It would run ahead
+  // of the others, until these find that the keys have left the L2 cache. So it gets rows of the tile before, too, which
+  // are then made twice, to the same bits: its sequence begins later.
+  __device__ __forceinline__ void fill(Tile& tile, int q_blocks) const {
+    if (tile.q_block == 0 || tile.q_block != q_blocks - 1 || q_blocks > 3) return;
+    const int rest = tile.q_len - tile.q_block * tile_tokens(params_);
+    if (rest > params_.tile_tokens || cached_heads(tile.kv_len) >= kv_heads_) return;
+    tile.q_start += rest;
+    tile.q_len -= rest;
+    --tile.q_block;
   }
 
   // Of a tile among those of its sequence.
@@ -187,18 +204,22 @@ class TileScheduler {
     return {row_rank, first + group * size + offset - row_rank * size};
   }
 
-  // How many groups the heads of a sequence form. Keys and values of a group fill at most half of the L2 cache. Where
-  // not all fit, and rows are about equally long, there is nothing to balance: the smallest groups that share keys are
-  // best then.
+  // How many groups the heads of a sequence form, so that keys and values of each are cached. Where not all are, and
+  // rows are about equally long, there is nothing to balance: the smallest groups that share keys are best then.
   __device__ __forceinline__ int head_groups(int q_len, int kv_len) const {
-    constexpr float kBudgetBytes = 32 << 20;
-    constexpr int kBytesPerKey = kRowBytesQK + kHeadDimV * ptx::kElementBytes<kValueType>;
     if constexpr (kMask == MaskType::dense) return kv_heads_;
-    const float bytes = static_cast<float>(max(1, shared_keys(kv_len))) * kBytesPerKey;  // of a kv head
-    const int kv_heads = max(1, static_cast<int>(kBudgetBytes * ptx::reciprocal_approx(bytes)));
+    const int kv_heads = cached_heads(kv_len);
     if (kv_heads >= kv_heads_) return 1;
     const bool rows_are_alike = kMask == MaskType::causal && q_len < kv_len / 4;
     return rows_are_alike ? kv_heads_ : ptx::divide_small(kv_heads_ - 1, kv_heads) + 1;
+  }
+
+  // Of how many kv heads keys and values fill at most half of the L2 cache.
+  __device__ __forceinline__ int cached_heads(int kv_len) const {
+    constexpr float kBudgetBytes = 32 << 20;
+    constexpr int kBytesPerKey = kRowBytesQK + kHeadDimV * ptx::kElementBytes<kValueType>;
+    const float bytes = static_cast<float>(max(1, shared_keys(kv_len))) * kBytesPerKey;  // of a kv head
+    return max(1, static_cast<int>(kBudgetBytes * ptx::reciprocal_approx(bytes)));
   }
 
   // Of keys, those that the rows of one head which are worked on at a time may see.

@@ -124,6 +124,7 @@ class Problem:
             batch_size=len(self.q_lens),
             max_q_len=max(self.q_lens),
             total_q=self.query.shape[0],
+            total_kv=self.key.shape[0],
             max_kv_len=window + 1 if slides else self.max_kv_len,
             use_fp16_softmax=bool(self.options.get("use_fp16_softmax")),
             uses_spcompress=bool(self.options.get("uses_spcompress")),

@@ -24,6 +24,7 @@ from tests.gpu.support import (
     assert_matches,
     assert_same_bits,
     call,
+    chosen_scheduler,
     expect,
     make_problem,
     make_workspace,
@@ -394,6 +395,38 @@ def test_short_tiles_behind_each_other_repeat(
     assert_matches(problem, first, expect(problem))
     for _ in range(300):
         assert_same_bits(call(problem, workspace), first)
+
+
+@pytest.mark.parametrize("types", ["bf16", "fp16", "fp16 softmax"])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "dense"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_rows_of_two_tiles_are_those_of_one(
+    dims: tuple[int, int],
+    is_causal: bool,
+    types: str,
+    device: torch.device,
+    workspace: torch.Tensor,
+) -> None:
+    """Where keys are many, a last tile of few rows gets some of the one before. Their bits stay the same."""
+    keys = 2500
+    whole = make_problem(
+        [384],
+        [keys],
+        device=device,
+        dims=dims,
+        heads=128,
+        kv_heads=128,
+        types=TYPES[types],
+        is_causal=is_causal,
+    )
+    aligned = call(whole, workspace)
+    assert_matches(whole, aligned, expect(whole))
+    for rows in (129, 160, 192, 193, 257, 320):
+        last = replace(whole, q_lens=[rows], query=whole.query[-rows:].clone())
+        given = arguments(last, workspace)
+        assert chosen_scheduler(given) == "persistent"
+        for _ in range(3):
+            assert_same_bits(call(last, workspace), [tensor[-rows:] for tensor in aligned])
 
 
 @pytest.mark.parametrize("types", REPEATED)

@@ -99,8 +99,22 @@ def test_one_long_sequence(dims: tuple[int, int], device: torch.device, workspac
         ([1] * 40, [100, 9000, 0, 3000, 17] * 8, (2, 2)),  # more sequences than lanes
         ([200, 40], [4100, 4100], (6, 2)),  # several tiles, the last one short
         ([1] * 10, [3000] * 10, (8, 8)),  # 160 parts, more than the second launch has blocks
+        ([128], [5000], (72, 9)),  # 72 equal tiles, in thirds
+        ([1, 300], [30_000, 9000], (40, 40)),  # 160 tiles, of which one head's are cached at a time
+        ([1] * 33 + [200], [9000, *[300] * 33], (24, 8)),  # more tiles than blocks, more sequences than lanes
+        ([1] * 40 + [300], [700] * 40 + [1900], (24, 8)),  # three heads side by side; too few keys to divide
     ],
-    ids=["one row", "uneven", "many sequences", "several tiles", "many parts"],
+    ids=[
+        "one row",
+        "uneven",
+        "many sequences",
+        "several tiles",
+        "many parts",
+        "thirds",
+        "groups of heads",
+        "many tiles",
+        "few keys",
+    ],
 )
 def test_divided_as_the_lengths_ask(
     q_lens: list[int],
@@ -130,7 +144,7 @@ def test_divided_as_the_lengths_ask(
     [
         ([1], [9000]),
         ([1, 0, 1, 1, 0, 1], [4100, 300, 0, 20_000, 0, 2500]),
-        ([1] * 16, [2100] * 16),  # tiles that nobody divides
+        ([1] * 17, [2100] + [300] * 16),  # tiles that nobody divides
         ([9], [5000]),
     ],
     ids=["one token", "several", "undivided", "nine tokens"],

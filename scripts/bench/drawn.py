@@ -1,4 +1,4 @@
-"""Shapes drawn by lot, of the kinds that serving engines make. They show what nobody has looked at."""
+"""Shapes drawn by lot, of the kinds that serving engines make: not those that kernels and rules were made for."""
 
 from __future__ import annotations
 

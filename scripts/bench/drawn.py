@@ -1,4 +1,4 @@
-"""Shapes drawn by lot, of the kinds that serving engines make: not those that kernels and rules were made for."""
+"""Shapes drawn by lot, of the kinds that serving engines make; kernels and rules were made for others."""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ def trtllm_ragged_attention_deepseek(
     attention_sinks float32 [num_heads_q]: a logit per head that joins the denominator
     skip_softmax_threshold_scale_factor   tiles whose weight is below factor / kv_len may be left out
                     (arXiv 2512.12087); None or 0 = off
-    out             [total_q, num_heads_q, head_dim_v]; by default query's dtype, bfloat16 for 8-bit query
+    out             [total_q, num_heads_q, head_dim_v]; by default query's dtype, bfloat16 for 8-bit query.
+                    Like lse, it shares no memory with other arguments
     lse             float32 [total_q, num_heads_q], any strides, BASE 2: multiply by ln 2 before merging
                     with natural-log values. Written whenever it is given
     sage_attn_sfs, num_elts_per_sage_attn_blk   float32 scales of q, k, p, v, and tokens per scale: q

@@ -1,4 +1,4 @@
-"""The rule that sends calls with few query rows to kernels that divide their keys, among blocks or in one."""
+"""The rule that sends calls to kernels that divide keys, among blocks or in one: most have few query rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from cubin_runtime.many_keys import many_keys
 from cubin_runtime.request import DType, KernelRequest, MaskType
 
 DEFAULT_SM_COUNT = 132
@@ -26,12 +27,14 @@ _DIVIDED = 1.5
 """The kernel divides a sequence that has so many times a multiprocessor's share of all keys, and where tiles
 are more than multiprocessors, from one share on (kernel_meta/fmha_sm90/division.cuh)."""
 _TILES_OF_ONE_ROUND = 1.25
-"""Tiles are counted from above: so many for a multiprocessor may still be one."""
+"""Tiles are counted from above: up to so many for each multiprocessor, they may be no more than these."""
 _TOO_HIGH = 1.2
 """Where lengths differ, the share is a guess, mostly so many times too high: who has most keys often has few
-queries. To divide nothing after all costs some 3 %; the other way up to half of the speed is lost."""
+queries. To divide nothing after all costs up to 5 %; the other way up to half of the speed is lost."""
 _MORE_TILES = 1.1
 """Tiles that leave rows unused are worth it where others would be so many times as many."""
+_EIGHT_BITS = 1.3
+"""The same for 8-bit queries over many keys: in kernels that cannot divide they are faster (many_keys.py)."""
 
 
 class FewRows(NamedTuple):
@@ -43,7 +46,7 @@ class FewRows(NamedTuple):
 
 @functools.lru_cache(maxsize=64)  # selection asks once for every row of such kernels
 def few_rows(request: KernelRequest) -> FewRows | None:
-    """The tile for the request; None = it has many query rows, or does not say how many.
+    """The tile for the request; None = other kernels are as good or better, or lengths are not known.
 
     The rows of all heads that share a kv head are packed into tiles. Few keys stay in one block, whose
     consumers divide those of 16 bits: then it is a kernel with tiles of 64, if these leave some
@@ -86,7 +89,10 @@ def _many_keys(request: KernelRequest) -> FewRows | None:
     mean = _mean_keys(request)
     longest = sm_count / max(tiles * mean, 1.0)  # in shares of a multiprocessor
     divided = _DIVIDED if tiles <= _TILES_OF_ONE_ROUND * sm_count else 1.0
-    if longest < (divided if mean == 1 else divided / _TOO_HIGH):
+    least = divided if mean == 1 else divided / _TOO_HIGH
+    if _gives_up_speed(request):
+        least = max(least, 1.0)
+    if longest < least:
         return None
     reason = _no_more_than(tiles, _LARGE_TILE, sm_count)
     if tiles > sm_count:
@@ -97,7 +103,8 @@ def _many_keys(request: KernelRequest) -> FewRows | None:
 def _fewer_tiles(request: KernelRequest) -> FewRows | None:
     """Tiles of 128 that leave rows unused, where tiles without such rows are more."""
     tiles, filled = _tiles(request, _LARGE_TILE), _tiles(request, _LARGE_TILE, filling_heads)
-    if filled < _MORE_TILES * max(tiles, _sm_count(request)):
+    more = _EIGHT_BITS if _gives_up_speed(request) else _MORE_TILES
+    if filled < more * max(tiles, _sm_count(request)):
         return None
     group = request.num_heads_q // request.num_heads_kv
     reason = f"no more than {tiles} {_LARGE_TILE}-row tiles with the {group} heads of a kv head side by side"
@@ -133,9 +140,28 @@ def _tiles(request: KernelRequest, tile_q: int, heads_of_tile: Callable[[int], i
 
 def _mean_keys(request: KernelRequest) -> float:
     """Of a sequence, in units of the longest one's."""
-    if request.total_kv is None or not request.max_kv_len or not request.batch_size:
+    if request.total_kv is None or not request.batch_size:
         return 1.0
-    return min(1.0, request.total_kv / (request.batch_size * request.max_kv_len))
+    return min(1.0, request.total_kv / (request.batch_size * max(1, _longest_keys(request))))
+
+
+def _longest_keys(request: KernelRequest) -> int:
+    """No more than the caller's bound, which may be a loose one, nor than a sequence can have.
+
+    That takes sequences for no shorter in keys than in queries.
+    """
+    assert request.total_kv is not None
+    bounds = [request.total_kv]
+    if request.max_kv_len is not None:
+        bounds.append(request.max_kv_len)
+    if request.total_q is not None and request.max_q_len is not None:
+        bounds.append(request.max_q_len + max(0, request.total_kv - request.total_q))
+    return min(bounds)
+
+
+def _gives_up_speed(request: KernelRequest) -> bool:
+    """Whether other kernels have probabilities of 8 bits: a mere guess is not worth theirs."""
+    return request.dtype_q.bytes == 1 and many_keys(request)
 
 
 def _sm_count(request: KernelRequest) -> int:

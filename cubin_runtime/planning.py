@@ -143,7 +143,11 @@ def workspace_size(
 ) -> int:
     """Bytes of workspace_buffer that a call needs, from its shapes alone.
 
-    total_q, total_kv   tokens of the query and key tensors
+    Few where it has many queries of about as many keys each; kernels that can divide keys need megabytes. So
+    the size for the largest lengths need not do for smaller ones. 36 MiB do for every call of a Hopper
+    kernel, with up to 132 multiprocessors.
+
+    total_q, total_kv   tokens of the query and key tensors, padding included
     max_q_len, max_kv_len   as in the call
     request, values     as for `explain`; the request's own values of these are overridden
 

@@ -278,8 +278,11 @@ def _work_mismatch(request: KernelRequest, row: KernelRow) -> Iterator[Mismatch]
         return
     wanted = few_rows(request)
     if wanted is None:
-        message = "scheduler: this kernel is for few query rows (batch_size, max_q_len), the call has many"
-        yield Mismatch("scheduler", "many query rows", f"{row.scheduler}, for few query rows", message)
+        message = (
+            "scheduler: this kernel is for few query rows or tiles of uneven work, "
+            "which by batch_size, max_q_len and total_kv the call has not"
+        )
+        yield Mismatch("scheduler", "many even tiles", f"{row.scheduler}, for few or uneven ones", message)
     elif row.tile_q != wanted.tile_q:
         message = f"tile_q: this kernel has {row.tile_q}-row tiles, {wanted.reason}"
         yield Mismatch("tile_q", str(wanted.tile_q), str(row.tile_q), message)
@@ -324,7 +327,7 @@ def _why_chosen(request: KernelRequest, accepted: list[KernelRow]) -> str:
     if _specificity(winner) == _specificity(others[0]) and winner.scheduler.is_for_few_rows:
         wanted = few_rows(request)
         assert wanted is not None  # else no such row fits
-        return f"made for few query rows: {wanted.reason}"
+        return f"made for few query rows or uneven tiles: {wanted.reason}"
     if _preference(winner) == _preference(others[0]):
         return f"the first in the tables of {len(accepted)} kernels that fit"
     reasons = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -117,7 +118,8 @@ def test_what_is_drawn_is_the_same_everywhere() -> None:
     assert drawn == tuple(draw(seed=2026, count=60))
     assert drawn[:20] == tuple(draw(seed=2026, count=20))
     assert set(drawn).isdisjoint(draw(seed=2027, count=60))
-    assert (drawn[0].name, drawn[0].q_lens) == ("01_equal_bf16_256_h8_8_causal", (768,) * 5)
+    lengths = repr([(w.name, w.q_lens, w.kv_lens) for w in drawn]).encode()
+    assert hashlib.sha256(lengths).hexdigest()[:16] == "7c34c00ea89cd9a1"
 
 
 def test_held_out_set_shares_nothing_with_the_main_set() -> None:

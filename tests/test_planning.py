@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cubin_runtime
 from cubin_runtime import module, planning
@@ -148,6 +150,49 @@ def test_workspace_size_is_what_the_call_checks() -> None:
     size = workspace_size(**SHAPES, **HOPPER)
     assert 0 < size <= 128 << 20  # what serving engines reserve
     assert size == workspace_size(**SHAPES, request=make_request(**HOPPER), return_lse=True)
+
+
+LARGEST = 36 << 20
+
+
+@given(
+    batch_size=st.integers(1, 300),
+    max_q_len=st.integers(1, 300_000),
+    max_kv_len=st.integers(1, 300_000),
+    heads=st.sampled_from([(1, 1), (8, 1), (28, 4), (64, 8), (128, 128)]),
+    dims=st.sampled_from([(192, 128), (128, 128), (256, 256)]),
+    dtype=st.sampled_from(["bf16", "e4m3"]),
+)
+def test_one_size_does_for_all(
+    batch_size: int,
+    max_q_len: int,
+    max_kv_len: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: str,
+) -> None:
+    """What the docstring says."""
+    assert workspace_size.__doc__ is not None
+    assert "36 MiB do for every call" in workspace_size.__doc__
+    size = workspace_size(
+        batch_size=batch_size,
+        total_q=batch_size * max_q_len,
+        total_kv=batch_size * max_kv_len,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        dtype=dtype,
+        head_dims=dims,
+        num_heads_q=heads[0],
+        num_heads_kv=heads[1],
+        **HOPPER,
+    )
+    assert size <= LARGEST
+
+
+def test_the_largest_size_is_needed() -> None:
+    shapes = {"batch_size": 1, "total_q": 1, "total_kv": 300_000, "max_q_len": 1, "max_kv_len": 300_000}
+    heads = {"num_heads_q": 8, "num_heads_kv": 8}
+    assert workspace_size(**shapes, **heads, **HOPPER, head_dims=(256, 256)) > LARGEST - (4 << 20)
 
 
 def test_workspace_size_of_a_miss_says_why() -> None:

@@ -432,12 +432,12 @@ def test_few_rows_over_few_keys_get_a_pair() -> None:
     selection = select(make_request(**few, max_kv_len=FEW_KEYS), [plain, split, pair])
     assert selection.row is pair
     tiles = "no more than 128 64-row tiles for 132 multiprocessors"
-    assert selection.reason == f"made for few query rows: {tiles}"
+    assert selection.reason == f"made for few query rows or uneven tiles: {tiles}"
     assert "this kernel has 128-row tiles" in selection.explain()
     assert select(make_request(**few, max_kv_len=FEW_KEYS + 1), [plain, split, pair]).row is split
     many = select(make_request(**{**few, "max_q_len": 577}, max_kv_len=FEW_KEYS), [plain, split, pair])
     assert many.row is plain
-    assert "this kernel is for few query rows (batch_size, max_q_len), the call has many" in many.explain()
+    assert "this kernel is for few query rows or tiles of uneven work" in many.explain()
 
 
 @pytest.mark.parametrize(
@@ -489,6 +489,33 @@ def test_keys_are_divided_where_the_longest_sequence_would_end_late(
     request = make_request(**LONG, **lengths)
     plain, split = row_for(request), row_for(request, scheduler=Scheduler.SPLIT)
     assert select(request, [plain, split]).row is (split if is_split else plain)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "total_kv"),
+    [
+        ({"batch_size": 1, "max_q_len": 8192}, 8192),
+        ({"batch_size": 1, "max_q_len": 768}, 16_000),
+        ({"batch_size": 8, "max_q_len": 1024, "total_q": 8192}, 8192),  # no prefixes
+        ({"batch_size": 4, "max_q_len": 2048, "total_q": 8000}, 10_000),  # short ones
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_a_loose_bound_of_keys_makes_no_long_sequence(
+    lengths: dict[str, int], total_kv: int, dtype: str
+) -> None:
+    types = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), DType.parse(dtype))
+    request = make_request(**{**LONG, "max_kv_len": 131_072}, **lengths, total_kv=total_kv, **types)
+    plain, split = row_for(request), row_for(request, scheduler=Scheduler.SPLIT)
+    assert select(request, [plain, split]).row is plain
+
+
+def test_eight_bit_probabilities_are_not_given_up_for_a_guess() -> None:
+    lengths = {"batch_size": 4, "max_q_len": 900, "total_q": 1500, "total_kv": 37_000}
+    types = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), DType.E4M3)
+    half, eight = make_request(**LONG, **lengths), make_request(**LONG, **lengths, **types)
+    assert few_rows(half) is not None
+    assert few_rows(eight) is None
 
 
 def test_a_long_sequence_among_many_tiles_is_the_reason() -> None:

@@ -35,9 +35,9 @@ struct Division {
 // The longest part, such that all blocks of the grid end at about the same time. All lanes of the warp take part.
 // `sequence` is the lane's of the first 32, in any order; where there is only one, every lane has it.
 //
-// Whatever the lengths are, parts are no more than twice the grid. Where a part is at least 1 / room of all key blocks,
-// the tiles that are longer are fewer than `room`, and rounding up gives each at most one part more than its share of
-// `room` parts.
+// Whatever the lengths are, parts are no more than twice the grid: three of as many tiles as have thirds; else, where a
+// part is at least 1 / room of all key blocks, the tiles that are longer are fewer than `room`, and rounding up gives
+// each at most one part more than its share of `room` parts.
 __device__ __forceinline__ float blocks_per_part(const Params& params, const Sequence& sequence, int head_tiles,
                                                  const ptx::Divisor& tokens) {
   if (params.least_blocks_per_part == 0) return kInfinity;
@@ -63,7 +63,7 @@ __device__ __forceinline__ float blocks_per_part(const Params& params, const Seq
   const float grid = static_cast<float>(gridDim.x);
   // A part for every block. Parts are whole, so each tile may get one more than its share, which must fit, too.
   if (2.f * tiles <= grid) return fmaxf(least, divide_up(blocks, grid - tiles));
-  // Halves of equal tiles would follow each other in a block; of thirds every block has two.
+  // Halves of equal tiles would follow each other in a block; of thirds each has two at most.
   if (3.f * tiles <= 2.f * grid) {
     const float most = static_cast<float>(params.batch_size > 1 ? __reduce_max_sync(~0u, longest) : longest);
     if (blocks >= 0.9f * tiles * most) return fmaxf(least, divide_up(most, 3.f));

@@ -13,7 +13,7 @@
 namespace fmha {
 
 // The next tile is drawn when this many K loads of the current one are left to issue: as late as possible, but in time
-// for its Q. Blocks of 128 rows of 16-bit products take longest. Where keys are divided, most blocks have one tile.
+// for its Q. Blocks of 128 rows of 16-bit products take longest. Where keys are divided, most blocks have few tiles.
 constexpr int kDrawAheadBlocks = kRowGroups == 2 && !kSplit && ptx::kElementBytes<kQueryType> == 2 ? 1 : 2;
 
 // A tile's blocks, where V has to wait for the consumers' choices (skip.cuh). K is loaded as far ahead as its stages

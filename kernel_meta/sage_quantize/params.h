@@ -52,8 +52,8 @@ struct BlockTensor {
   int block;  // 1, 4 or 16
 };
 
-// The grid has blocks for query, then for value, which has the tokens, sequences and heads of key, and between them
-// those for key.
+// The grid has blocks for query, then for value, which has the tokens, sequences and heads of key. Key's take turns with
+// them from some block on.
 struct QuantizeParams {
   BlockTensor query;
   BlockTensor key;

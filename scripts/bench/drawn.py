@@ -1,4 +1,4 @@
-"""Shapes drawn by lot, of the kinds that serving engines make; kernels and rules were made for others."""
+"""Shapes drawn by lot, of the kinds that serving engines make. NOTES.md has what changed for one of them."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ __device__ __forceinline__ void quantize_value(const QuantizeParams& params, int
 }
 
 // How many of key's blocks come before a block. They take turns with others: the first blocks of each kind stand still
-// for a while, as if they waited for their code, and kinds that follow each other do so one after the other (NOTES.md of
-// fmha_sm90).
+// for a while, as if they waited for their code, and kinds that follow each other do so one after the other
+// (fmha_sm90/NOTES.md).
 __device__ __forceinline__ int key_blocks_before(const QuantizeParams& params, int block) {
   const unsigned turn = max(block - params.key_start, 0);
   return min(static_cast<int>(static_cast<unsigned long long>(turn) * params.key_share >> 31), params.key_blocks);

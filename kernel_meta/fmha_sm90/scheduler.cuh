@@ -144,16 +144,15 @@ class TileScheduler {
     tile.kv_len = sequence.kv_len;
     if constexpr (kSage) tile.sequence = sequence.number;
     if constexpr (kSplit) {
-      // Parts are hardly more than blocks, so this is small where there are several.
+      // Parts are no more than twice the grid, so this is small where there are several.
       const int of_sequence = division.parts == 1 ? offset : ptx::divide_small(offset, division.parts);
       tile.part = offset - of_sequence * division.parts;
       tile.parts = division.parts;
       tile.blocks_per_part = division.blocks_per_part;
       tile.first_slot = first_slot + of_sequence * division.parts;
-      choose_rows(tile, of_sequence, q_blocks);
-    } else {
-      choose_rows(tile, offset, q_blocks);
+      offset = of_sequence;
     }
+    choose_rows(tile, offset, q_blocks);
     return tile;
   }
 

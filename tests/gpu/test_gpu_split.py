@@ -144,7 +144,7 @@ def test_divided_as_the_lengths_ask(
     [
         ([1], [9000]),
         ([1, 0, 1, 1, 0, 1], [4100, 300, 0, 20_000, 0, 2500]),
-        ([1] * 17, [2100] + [300] * 16),  # tiles that nobody divides
+        ([1] * 16, [2100] * 10 + [1100] * 6),  # tiles that nobody divides, with as many kv heads
         ([9], [5000]),
     ],
     ids=["one token", "several", "undivided", "nine tokens"],

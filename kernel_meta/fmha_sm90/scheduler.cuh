@@ -165,8 +165,8 @@ class TileScheduler {
   }
 
   // Of two or three tiles that read the same keys, the last one may have rows for one consumer only. It would run ahead
-  // of the others, until these find that the keys have left the L2 cache. So it gets rows of the tile before, too, which
-  // are then made twice, where values are finite to the same bits: its sequence begins later.
+  // of the others, until these find that the keys have left the L2 cache. So it gets rows of the tile before, too: its
+  // sequence begins later. These are then made twice, where values are finite to the same bits.
   __device__ __forceinline__ void fill(Tile& tile, int q_blocks) const {
     if (tile.q_block == 0 || tile.q_block != q_blocks - 1 || q_blocks > 3) return;
     const int rest = tile.q_len - tile.q_block * tile_tokens(params_);
